@@ -1,0 +1,330 @@
+"""The agent: start, serve, drain, stop.
+
+    agent = Agent(settings, AgentOptions(port=7770))
+    await agent.start();  await agent.stopped.wait();  await agent.stop()
+
+It welcomes peers, forwards their frames (peers), grants leases (leases), keeps workers (pool), and answers the
+questions in `_ANSWERS`. What a question may do depends on the asker's role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpulayer.agent import hardware, state
+from gpulayer.agent.leases import Leases
+from gpulayer.agent.peers import Peer, Peers
+from gpulayer.agent.pool import Pool, Worker
+from gpulayer.agent.welcome import Doorkeeper
+from gpulayer.config import Settings
+from gpulayer.errors import ActorDiedError, AuthError, GPUlayerError, UsageError, to_facts
+from gpulayer.resources import Address, Host, Resources, new_id
+from gpulayer.runtime import records
+from gpulayer.wire import keys, security
+from gpulayer.wire.authenticator import Authenticator
+from gpulayer.wire.channel import Lane
+from gpulayer.wire.keys import AllowList
+from gpulayer.wire.message import Kind, Message
+from gpulayer.wire.rpc import Dial
+
+log = logging.getLogger("gpulayer.agent")
+
+DRIVER_LEASE_S = 8.0
+"""A driver that says nothing for so long is gone, and all it ran ends: well inside the promised 10 s."""
+KEPT_OBITUARIES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """How to start an agent. `port` None: no TCP at all (an embedded agent); 0: any free port."""
+
+    bind: str = "127.0.0.1"
+    port: int | None = None
+    name: str = ""  # what the host is called; "" for its hostname
+    record: str = ""  # name of its record and socket in the runtime folder; "" for agent-PORT
+    zone: str = ""
+    cpus: float | None = None
+    gpus: tuple[int, ...] | None = None  # which of the host's GPUs are this agent's; None for all
+    preload: tuple[str, ...] = ()
+    embedded: bool = False
+
+
+class Agent:
+    """One host's agent."""
+
+    def __init__(self, settings: Settings, options: AgentOptions) -> None:
+        self.settings = settings
+        self.options = options
+        self.stopped = asyncio.Event()
+        self.id = new_id()
+        self.started_s = time.time()
+        self._obituaries: dict[bytes, ActorDiedError] = {}
+        self._obituary_order: deque[bytes] = deque()
+        self.runs: dict[bytes, dict[str, dict[str, Any]]] = {}
+        self._authenticator: Authenticator | None = None
+        self._lease_check: asyncio.TimerHandle | None = None
+
+    # --- start, serve, drain, stop
+
+    async def start(self) -> None:
+        """Open the sockets, start the zygote, leave a record for others to find."""
+        self._loop = asyncio.get_running_loop()
+        runtime_dir = self.settings.private_dir(self.settings.runtime_dir)
+        keys_of_mine = AllowList(self.settings.home)
+        self._allowed = keys_of_mine
+        tcp, port = self._open_tcp()
+        self._record = self.options.record or f"agent-{port}"
+        self._socket_path = str(runtime_dir / f"{self._record}.sock")
+        local = security.local_server_socket(self._socket_path)
+        self.host = self._describe(port)
+        self.sensors = hardware.Sensors(self.host.devices)
+        self._doorkeeper = Doorkeeper(self.host, keys_of_mine)
+        self.peers = Peers(self._loop, self.id, self._greet, self._on_message)
+        self.peers.obituary = self._obituary
+        self.pool = Pool(
+            self._loop, runtime_dir / f"{self._record}.work", self._socket_path, self._on_lines, self._on_worker_exit
+        )
+        self.leases = Leases(self.host, self.pool, self._reclaim)
+        if self.options.preload:
+            self.pool.preload(list(self.options.preload))
+        self.peers.listen(local, secure=False)
+        if tcp is not None:
+            self.peers.listen(tcp, secure=True)
+        records.write(runtime_dir, self._record, self.host, self._socket_path, port, self.options.embedded)
+        self._check_leases()
+        log.info("agent %s of host %s is ready: %s", self.id.hex(), self.host.name, self.host.address or self._socket_path)
+
+    def ready_line(self) -> dict[str, Any]:
+        """What whoever started the agent needs to know."""
+        port = self.host.address.rpartition(":")[2]
+        return {"socket": self._socket_path, "port": int(port) if port else None, "pid": os.getpid()}
+
+    def _open_tcp(self) -> tuple[Any, int | None]:
+        if self.options.port is None:
+            return None, None
+        security.check_bind(self.options.bind, self.settings.home)
+        identity = keys.load_or_make_identity(self.settings.home)
+        self._authenticator = Authenticator(self._loop, self._allowed)
+        self._authenticator.start()
+        bind = f"[{self.options.bind}]" if ":" in self.options.bind else self.options.bind
+        endpoint = f"tcp://{bind}:{self.options.port}"
+        tcp = security.server_socket(endpoint, identity, authenticator=self._authenticator)
+        return tcp, int(security.bound_port(tcp))
+
+    def _describe(self, port: int | None) -> Host:
+        address = f"{self.options.bind}:{port}" if port else ""
+        host = hardware.describe(self.id, self.options.name, address, cpus=self.options.cpus)
+        if self.options.gpus is not None:
+            mine = [host.gpus[index] for index in self.options.gpus if index < len(host.gpus)]
+            host = replace(host, devices=(*mine, *(device for device in host.devices if not device.is_gpu)))
+        return replace(host, pid=os.getpid(), zone=self.options.zone)
+
+    def drain(self) -> None:
+        """Tell every peer that this host is going."""
+        for peer in list(self.peers.known.values()):
+            self.peers.tell(Address(self.id, peer.id), "closing")
+
+    async def stop(self) -> None:
+        """End all workers, close the sockets, remove the record."""
+        self.drain()
+        if self._lease_check is not None:
+            self._lease_check.cancel()
+        await self.pool.close()
+        self.peers.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        records.remove(self.settings.runtime_dir, self._record)
+        self.stopped.set()
+
+    # --- peers come and go
+
+    def _greet(self, lane: Lane, peer_id: bytes, key: str, message: Message) -> Peer | None:
+        """Welcome a process, or refuse it with a reason."""
+        body = message.body
+        if body.get("kind") == "worker":
+            worker = self.pool.welcome(peer_id, str(body.get("token", ""))) if not key else None
+            refusal = None if worker else {"rows": [("worker token", "unknown", "one of this agent's")]}
+        else:
+            refusal = self._doorkeeper.refusal(key, body)
+        if refusal is not None:
+            self.peers.answer(lane, peer_id, Message(Kind.REFUSED, 0, {**refusal, "port": self.host.address.rpartition(":")[2]}))
+            log.warning("refused %s %s: %s", body.get("kind"), body.get("hostname"), refusal)
+            return None
+        peer = Peer(peer_id, str(body["kind"]), lane, key, body)
+        self.peers.answer(lane, peer_id, Message(Kind.WELCOME, 0, {"host": self.host.to_plain()}))
+        log.info("welcome %s %s", peer.kind, peer.name)
+        return peer
+
+    def _peer_gone(self, peer: Peer, why: str) -> list[Worker]:
+        log.info("%s %s is gone: %s", peer.kind, peer.name, why)
+        self.peers.forget(peer.id)
+        self.runs.pop(peer.id, None)
+        return self.leases.end_all_of(peer.id, f"its owner {peer.name} is gone ({why})")
+
+    def _check_leases(self) -> None:
+        """Once a second: drivers that are silent, or whose process has ended, lose what they hold."""
+        now = time.monotonic()
+        for peer in list(self.peers.known.values()):
+            if peer.kind == "worker":
+                continue
+            if now - peer.heard_s > DRIVER_LEASE_S:
+                self._peer_gone(peer, f"silent for {DRIVER_LEASE_S:g} s")
+            elif not peer.key and not records.is_running(int(peer.hello.get("pid", 0)), float(peer.hello.get("born_s", 0))):
+                self._peer_gone(peer, "its process has ended")
+        self._lease_check = self._loop.call_later(1.0, self._check_leases)
+
+    def _on_worker_exit(self, worker: Worker) -> None:
+        address = Address(self.id, worker.id)
+        error = ActorDiedError(
+            name=worker.label, host=self.host.name, pid=worker.pid, cause=worker.cause, stderr=self.pool.stderr(worker)
+        )
+        self._obituaries[worker.id] = error
+        self._obituary_order.append(worker.id)
+        if len(self._obituary_order) > KEPT_OBITUARIES:
+            del self._obituaries[self._obituary_order.popleft()]
+        lease = self.leases.worker_ended(worker)
+        peer = self.peers.forget(worker.id)
+        concerned = set(peer.callers if peer else ())
+        if lease is not None:
+            concerned.add(Address(self.id, lease.owner))
+        for caller in concerned:
+            self.peers.tell(caller, "died", worker=address.to_bytes(), **to_facts(error))
+        self.leases.end_all_of(worker.id, f"its owner {worker.label} died")
+
+    def _obituary(self, address: Address) -> GPUlayerError:
+        if address.peer in self._obituaries:
+            return self._obituaries[address.peer]
+        return ActorDiedError(name=str(address), host=self.host.name, pid="?", cause="there is no such process on this host")
+
+    def _on_lines(self, worker: Worker, stream: str, lines: list[str]) -> None:
+        lease = self.leases.active.get(worker.id)
+        if lease is not None:
+            owner = Address(self.id, lease.owner)
+            self.peers.tell(owner, "log", label=worker.label, pid=worker.pid, host=self.host.name, stream=stream, lines=lines)
+
+    def _reclaim(self) -> None:
+        """Somebody waits: ask drivers to give back workers that idle."""
+        for owner in {lease.owner for lease in self.leases.active.values() if lease.kind == "task"}:
+            self.peers.tell(Address(self.id, owner), "reclaim")
+
+    # --- questions
+
+    def _on_message(self, peer: Peer, source: Address, message: Message) -> None:
+        body = message.body
+        method = body.get("m")
+        if message.kind is Kind.TELL:
+            self._on_tell(peer, source, str(method), body)
+            return
+        if message.kind is not Kind.ASK:
+            return
+        try:
+            answer = _ANSWERS.get(str(method))
+            if answer is None:
+                raise UsageError(f"the agent knows no question {method!r}; it knows: {', '.join(sorted(_ANSWERS))}")
+            if peer.kind == "viewer" and method != "state":
+                raise AuthError(f"a viewer may not ask {method!r}")
+            result = answer(self, peer, source, message)
+        except GPUlayerError as error:
+            self.peers.send(source, Message(Kind.FAIL, message.id, to_facts(error)))
+        except (KeyError, TypeError, ValueError) as error:
+            malformed = UsageError(f"question {method!r} is malformed: {error!r}")
+            self.peers.send(source, Message(Kind.FAIL, message.id, to_facts(malformed)))
+        else:
+            if result is not None:
+                self.peers.send(source, Message(Kind.REPLY, message.id, result))
+
+    def _on_tell(self, peer: Peer, source: Address, topic: str, body: dict[str, Any]) -> None:
+        if topic == "ping":
+            ledger = self.leases.ledger
+            load = {"cpus_free": ledger.cpus_free, "gpus_free": ledger.gpus_free, "waiting": len(self.leases.queue)}
+            self.peers.tell(source, "pong", **load)
+        elif peer.kind == "viewer":
+            self.peers.refused += 1
+        elif topic in ("blocked", "unblocked"):
+            self.leases.set_blocked(peer.id, topic == "blocked")
+        elif topic == "status" and (worker := self.pool.workers.get(peer.id)) is not None:
+            worker.status = body
+        elif topic == "run":
+            self.runs.setdefault(peer.id, {})[str(body["run"]["id"])] = body["run"]
+
+    def _answer_lease(self, peer: Peer, source: Address, message: Message) -> None:
+        def answer(result: dict[str, Any] | GPUlayerError) -> None:
+            if isinstance(result, GPUlayerError):
+                self.peers.send(source, Message(Kind.FAIL, message.id, to_facts(result)))
+            else:
+                self.peers.send(source, Message(Kind.REPLY, message.id, result))
+
+        self.leases.request(peer.id, message.body, answer)
+
+    def _answer_release(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
+        self.leases.release(peer.id, message.body["worker"], str(message.body.get("reason", "released")))
+        return {}
+
+    def _answer_withdraw(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
+        need = Resources(float(message.body["cpus"]), float(message.body["gpus"]))
+        return {"dropped": self.leases.withdraw(peer.id, need, int(message.body["count"]))}
+
+    def _answer_kill(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
+        worker = self.pool.workers.get(message.body["worker"])
+        if worker is not None:
+            self.pool.kill(worker, str(message.body.get("reason", "killed")))
+        return {"found": worker is not None}
+
+    def _answer_named(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
+        lease = self.leases.find(str(message.body["name"]))
+        if lease is None or lease.worker is None or lease.worker.pid == 0:
+            return {"found": False}
+        return {"found": True, "worker": lease.worker.id, "meta": lease.meta, "label": lease.label}
+
+    def _answer_peers(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
+        """A driver vouches for other agents: their keys are let in as agents, and how to dial them is known."""
+        hello = self._doorkeeper.hello("agent")
+        identity = keys.load_identity(self.settings.home) if any(item["key"] for item in message.body["hosts"]) else None
+        for item in message.body["hosts"]:
+            if item["id"] == self.id:
+                continue
+            if item["key"]:
+                self._allowed.allow(item["key"], "agent")
+            self.peers.introduce(item["id"], Dial(item["name"], item["endpoint"], identity, item["key"] or None), hello)
+        return {}
+
+    def _answer_goodbye(self, peer: Peer, source: Address, message: Message) -> None:
+        """A driver leaves: its workers end, what they printed last reaches it, then it gets its answer."""
+        ended = self._peer_gone(peer, "it said goodbye")
+        self.peers.know(peer)
+        self._loop.create_task(self._finish_goodbye(peer, source, message.id, ended))
+
+    async def _finish_goodbye(self, peer: Peer, source: Address, number: int, ended: list[Worker]) -> None:
+        gone = [worker.gone for worker in ended]
+        if gone:
+            await asyncio.wait(gone, timeout=2.0)
+        self.peers.send(source, Message(Kind.REPLY, number, {}))
+        self._loop.call_later(0.5, self.peers.forget, peer.id)
+
+    def _answer_state(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
+        return state.snapshot(self)
+
+    def _answer_shutdown(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
+        self._loop.call_later(0.05, self.stopped.set)
+        return {"pid": os.getpid()}
+
+
+_Answer = Callable[[Agent, Peer, Address, Message], "dict[str, Any] | None"]
+_ANSWERS: dict[str, _Answer] = {
+    "goodbye": Agent._answer_goodbye,
+    "kill": Agent._answer_kill,
+    "lease": Agent._answer_lease,
+    "named": Agent._answer_named,
+    "peers": Agent._answer_peers,
+    "release": Agent._answer_release,
+    "shutdown": Agent._answer_shutdown,
+    "state": Agent._answer_state,
+    "withdraw": Agent._answer_withdraw,
+}

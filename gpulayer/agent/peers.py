@@ -1,0 +1,206 @@
+"""Who is connected to this agent, and the forwarding of their frames: unopened, uncopied, with the sender's true address.
+
+A peer is a driver, a worker, a viewer or another agent. Until it has said HELLO and been welcomed, nothing of it is
+looked at but that HELLO. Over TCP a peer is its CURVE key, checked on every frame set; over ipc it is this user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from gpulayer.errors import GPUlayerError, to_facts
+from gpulayer.resources import AGENT_PEER, Address
+from gpulayer.wire.channel import Lane
+from gpulayer.wire.courier import Courier
+from gpulayer.wire.message import Buffer, Kind, Message, WireError, encode, make_route, pack, read_route, unpack
+from gpulayer.wire.rpc import BULK, CONTROL, Channel, Dial
+from gpulayer.wire.security import sender_key
+
+log = logging.getLogger("gpulayer.agent")
+
+_NOWHERE = bytes(8)
+
+
+@dataclass(slots=True)
+class Peer:
+    """One welcomed process."""
+
+    id: bytes
+    kind: str  # "driver", "worker", "agent" or "viewer"
+    lane: Lane
+    key: str  # its public key, "" over ipc
+    hello: dict[str, Any]
+    heard_s: float = field(default_factory=time.monotonic)
+    callers: set[Address] = field(default_factory=set[Address])  # who has sent it anything: they learn of its end
+
+    @property
+    def name(self) -> str:
+        """Who it is, for people."""
+        return f"{self.hello.get('user', '?')}@{self.hello.get('hostname', '?')}:{self.hello.get('pid', '?')}"
+
+
+Greet = Callable[[Lane, bytes, str, Message], "Peer | None"]
+OnMessage = Callable[[Peer, Address, Message], None]
+
+
+class Peers:
+    """The switchboard of one agent. All methods are for the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, host: bytes, greet: Greet, on_message: OnMessage) -> None:
+        self.known: dict[bytes, Peer] = {}
+        self.obituary: Callable[[Address], GPUlayerError] = lambda address: GPUlayerError(f"{address} is unknown here")
+        self.refused = 0
+        self._loop = loop
+        self._me = Address(host)
+        self._greet = greet
+        self._on_message = on_message
+        self._courier = Courier(loop, self._transmit, self._deliver)
+        self._lanes: list[Lane] = []
+        self._dials: dict[bytes, Dial] = {}
+        self._links: dict[bytes, Channel] = {}
+        self._hello: dict[str, Any] = {}
+
+    def listen(self, socket: zmq.Socket[bytes], *, secure: bool) -> None:
+        """Serve a bound ROUTER; `secure` says that its frames carry the peer's key."""
+
+        def on_frames(frames: list[zmq.Frame]) -> None:
+            self._take(lane, secure, frames)
+
+        lane = Lane(socket, self._loop, on_frames)
+        self._lanes.append(lane)
+
+    def send(self, destination: Address, message: Message) -> None:
+        """Send a message of the agent's own."""
+        self._courier.send(destination, message)
+
+    def tell(self, destination: Address, topic: str, /, **params: Any) -> None:
+        """Say something that needs no answer."""
+        self.send(destination, Message(Kind.TELL, 0, {"m": topic, **params}))
+
+    def answer(self, lane: Lane, peer_id: bytes, message: Message) -> None:
+        """Answer a process that is not (yet) a peer."""
+        route = make_route(Address(_NOWHERE, peer_id), self._me)
+        lane.send([CONTROL + peer_id, route, pack([encode(message)])])
+
+    def know(self, peer: Peer) -> None:
+        """Welcome a peer: from now on its frames are looked at, and others may reach it."""
+        self.known[peer.id] = peer
+
+    def forget(self, peer_id: bytes) -> Peer | None:
+        """A peer has gone."""
+        self._courier.forget(Address(self._me.host, peer_id))
+        return self.known.pop(peer_id, None)
+
+    def introduce(self, host: bytes, dial: Dial, hello: dict[str, Any]) -> None:
+        """Learn how to reach another host's agent; it is dialled when something is to go there."""
+        self._hello = hello
+        self._dials[host] = dial
+
+    def close(self, linger_ms: int = 200) -> None:
+        """Send what waits and close every socket."""
+        self._courier.flush()
+        for one in (*self._links.values(), *self._lanes):
+            one.close(linger_ms)
+
+    # --- frames in
+
+    def _take(self, lane: Lane, secure: bool, frames: list[zmq.Frame]) -> None:
+        try:
+            identity = frames[0].bytes
+            kind, peer_id = identity[:1], identity[1:]
+            if kind not in (CONTROL, BULK) or len(peer_id) != 8 or len(frames) < 3:
+                raise WireError("an identity is a lane and 8 bytes, followed by a route and at least one frame")
+            key = (sender_key(frames[-1]) or "") if secure else ""
+            peer = self.known.get(peer_id)
+            if peer is None or peer.key != key or peer.lane is not lane:
+                self._take_hello(lane, peer_id, key, frames)
+                return
+            peer.heard_s = time.monotonic()
+            destination, source = read_route(frames[1].buffer)
+            if peer.kind != "agent":  # only agents speak for others
+                source = Address(self._me.host, peer_id)
+            self._forward(destination, source, kind == BULK, frames[2:], peer)
+        except WireError as error:
+            self.refused += 1
+            log.warning("dropped a malformed frame set: %s", error)
+
+    def _take_hello(self, lane: Lane, peer_id: bytes, key: str, frames: list[zmq.Frame]) -> None:
+        messages = unpack(frames[2].buffer)
+        if not messages or messages[0].kind is not Kind.HELLO or peer_id in self.known:
+            self.refused += 1
+            refusal = {"rows": [["first message", messages[0].kind.name if messages else "none", "HELLO"]]}
+            self.answer(lane, peer_id, Message(Kind.REFUSED, 0, refusal))
+            return
+        peer = self._greet(lane, peer_id, key, messages[0])
+        if peer is None:
+            self.refused += 1
+            return
+        self.know(peer)
+        for message in messages[1:]:
+            self._on_message(peer, Address(self._me.host, peer_id), message)
+
+    def _take_link(self, host: bytes, frames: list[zmq.Frame]) -> None:
+        """Frames that another agent sent back over a connection that we dialled."""
+        try:
+            destination, source = read_route(frames[0].buffer)
+            self._forward(destination, source, len(frames) == 3, frames[1:], None)
+        except WireError as error:
+            log.warning("dropped a malformed frame set from host %s: %s", host.hex(), error)
+
+    # --- frames out
+
+    def _forward(
+        self, destination: Address, source: Address, bulk: bool, frames: Sequence[zmq.Frame | Buffer], sender: Peer | None
+    ) -> None:
+        if destination.peer == AGENT_PEER and destination.host in (self._me.host, _NOWHERE):
+            self._courier.receive(source, list(frames))  # pyright: ignore[reportArgumentType]
+            return
+        if sender is not None and sender.kind == "viewer":
+            self.refused += 1
+            log.warning("refused: viewer %s tried to send to %s", sender.name, destination)
+            return
+        peer = self.known.get(destination.peer) or self.known.get(destination.host)
+        route = make_route(destination, source)
+        if peer is not None:
+            if peer.kind == "worker" and source != self._me:
+                peer.callers.add(source)
+            if peer.lane.send([(BULK if bulk else CONTROL) + peer.id, route, *frames], copy=False):
+                return
+        elif link := self._link(destination.host):
+            link.send(bulk, [route, *frames])  # pyright: ignore[reportArgumentType]
+            return
+        if not bulk:
+            self._bounce(destination, source, frames[0])
+
+    def _link(self, host: bytes) -> Channel | None:
+        link = self._links.get(host)
+        if link is None and host in self._dials:
+            link = Channel(self._loop, self._dials[host], self._me.host, lambda frames: self._take_link(host, frames))
+            self._links[host] = link
+            hello = pack([encode(Message(Kind.HELLO, 0, self._hello))])
+            link.send(False, [make_route(Address(_NOWHERE), self._me), hello])
+        return link
+
+    def _bounce(self, destination: Address, source: Address, frame: zmq.Frame | Buffer) -> None:
+        """Nobody there: whoever waits for an answer gets one."""
+        if source.host == self._me.host and source.peer == AGENT_PEER:
+            return
+        data = frame.buffer if isinstance(frame, zmq.Frame) else frame
+        for message in unpack(data):
+            if message.kind in (Kind.ASK, Kind.CALL):
+                self.send(source, Message(Kind.FAIL, message.id, to_facts(self.obituary(destination))))
+
+    def _transmit(self, destination: Address, bulk: bool, frames: list[Buffer]) -> None:
+        self._forward(destination, self._me, bulk, frames[1:], None)
+
+    def _deliver(self, source: Address, message: Message) -> None:
+        peer = self.known.get(source.peer) or self.known.get(source.host)
+        if peer is not None:
+            self._on_message(peer, source, message)

@@ -1,0 +1,218 @@
+"""Worker processes of one agent: started through the zygote, their output read, their exits seen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpulayer.errors import WorkerStartError
+from gpulayer.jobs.logs import OutputLog
+from gpulayer.jobs.spec import describe_exit
+from gpulayer.resources import new_id
+from gpulayer.runtime.zygote import Inbox, send_message
+
+START_TIMEOUT_S = 60.0
+EXIT_GRACE_S = 0.05
+"""How long a dead worker's last frames may still be on their way through its socket before its calls fail."""
+
+_READ_BYTES = 256 * 1024
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker process as its agent sees it."""
+
+    id: bytes
+    token: str
+    label: str
+    ready: asyncio.Future[None]
+    gone: asyncio.Future[None]  # its process has ended and its output has been read
+    folder: Path
+    pid: int = 0
+    cause: str = ""  # how it ended, "" while it lives
+    kill_reason: str = ""
+    started_s: float = field(default_factory=time.time)
+    logs: dict[str, OutputLog] = field(default_factory=dict[str, OutputLog])
+    status: dict[str, Any] = field(default_factory=dict[str, Any])  # what it last said of itself
+    open_pipes: int = 2
+
+
+OnLines = Callable[[Worker, str, list[str]], None]
+OnExit = Callable[[Worker], None]
+
+
+class Pool:
+    """Starts workers and notices their ends. All methods are for the loop's thread."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, folder: Path, socket_path: str, on_lines: OnLines, on_exit: OnExit
+    ) -> None:
+        self.workers: dict[bytes, Worker] = {}
+        self._loop = loop
+        self._folder = folder
+        self._socket_path = socket_path
+        self._on_lines = on_lines
+        self._on_exit = on_exit
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "gpulayer.runtime.zygote", str(theirs.fileno())]
+            env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL, env=env
+            )
+        self._control.setblocking(False)
+        self._inbox = Inbox(self._control)
+        loop.add_reader(self._control, self._read_zygote)
+
+    def preload(self, modules: list[str]) -> None:
+        """Let the zygote import `modules` now, so that workers have them at once."""
+        self._send({"op": "preload", "modules": modules})
+
+    async def start(
+        self, label: str, env: dict[str, str], threads: int, modules: list[str], on_made: Callable[[Worker], None]
+    ) -> Worker:
+        """Fork a worker and wait until it has said hello. Raises `WorkerStartError` with its stderr.
+
+        `on_made` is called before the fork, so that the worker's end is never missed.
+        """
+        worker_id = new_id()
+        folder = self._folder / worker_id.hex()
+        folder.mkdir(mode=0o700, parents=True)
+        worker = Worker(worker_id, secrets.token_hex(16), label, self._loop.create_future(), self._loop.create_future(), folder)
+        self.workers[worker_id] = worker
+        on_made(worker)
+        config = {
+            "worker": worker_id.hex(),
+            "token": worker.token,
+            "socket": self._socket_path,
+            "env": env,
+            "threads": threads,
+            "cwd": str(folder),
+            "preload": modules,
+        }
+        self._send({"op": "fork", "config": config}, self._pipes(worker))
+        done, _ = await asyncio.wait({worker.ready}, timeout=START_TIMEOUT_S)
+        if not done:
+            self.kill(worker, f"it did not start within {START_TIMEOUT_S:g} s")
+            raise WorkerStartError(f"a worker for {label} did not start within {START_TIMEOUT_S:g} s", stderr=self.stderr(worker))
+        worker.ready.result()
+        return worker
+
+    def welcome(self, worker_id: bytes, token: str) -> Worker | None:
+        """The worker that says hello with its token, or None if there is no such worker."""
+        worker = self.workers.get(worker_id)
+        if worker is None or not secrets.compare_digest(worker.token, token):
+            return None
+        if not worker.ready.done():
+            worker.ready.set_result(None)
+        return worker
+
+    def kill(self, worker: Worker, reason: str) -> None:
+        """End a worker and everything it started."""
+        if worker.id in self.workers and not worker.cause:
+            worker.kill_reason = worker.kill_reason or reason
+            self._send({"op": "kill", "worker": worker.id.hex()})
+
+    @staticmethod
+    def stderr(worker: Worker) -> list[str]:
+        """The last lines of its stderr."""
+        return worker.logs["stderr"].tail if "stderr" in worker.logs else []
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """End every worker, and the zygote after them."""
+        for worker in list(self.workers.values()):
+            worker.kill_reason = worker.kill_reason or "its agent is shutting down"
+            if not worker.ready.done():
+                self._ended(worker, worker.kill_reason)
+        self._loop.remove_reader(self._control)
+        self._control.close()  # the zygote reads the end of the stream, and sweeps
+        try:
+            await self._loop.run_in_executor(None, self._process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        self._control.setblocking(True)  # requests are small: the kernel's buffer takes them unless the zygote is stuck
+        try:
+            send_message(self._control, message, fds)
+        except OSError as error:
+            raise WorkerStartError(
+                f"the zygote has ended ({error}); restart the agent: gpulayer down, then gpulayer up"
+            ) from None
+        finally:
+            self._control.setblocking(False)
+            for fd in fds:
+                os.close(fd)
+
+    def _pipes(self, worker: Worker) -> tuple[int, int]:
+        writers: list[int] = []
+        for stream in ("stdout", "stderr"):
+            reader, writer = os.pipe()
+            os.set_blocking(reader, False)
+            worker.logs[stream] = OutputLog()
+            self._loop.add_reader(reader, self._read_pipe, worker, stream, reader)
+            writers.append(writer)
+        return writers[0], writers[1]
+
+    def _read_pipe(self, worker: Worker, stream: str, fd: int) -> None:
+        log = worker.logs[stream]
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        lines = log.feed(data) if data else log.close()
+        if lines:
+            self._on_lines(worker, stream, lines)
+        if not data:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+            worker.open_pipes -= 1
+            _check_gone(worker)
+
+    def _read_zygote(self) -> None:
+        messages = self._inbox.read()
+        if messages is None:
+            self._loop.remove_reader(self._control)
+            for worker in list(self.workers.values()):
+                self._ended(worker, "its zygote ended")
+            return
+        for message in messages:
+            worker = self.workers.get(bytes.fromhex(message.get("worker") or message.get("exit", "")))
+            if worker is None:
+                continue
+            if "pid" in message:
+                worker.pid = message["pid"]
+            elif "error" in message:
+                self._ended(worker, message["error"])
+            else:
+                cause = worker.kill_reason or describe_exit(message["status"])
+                self._loop.call_later(EXIT_GRACE_S, self._ended, worker, cause)
+
+    def _ended(self, worker: Worker, cause: str) -> None:
+        if self.workers.pop(worker.id, None) is None:
+            return
+        worker.cause = cause
+        if not worker.ready.done():
+            error = WorkerStartError(f"a worker for {worker.label} ended while starting: {cause}", stderr=self.stderr(worker))
+            worker.ready.set_exception(error)
+            worker.ready.exception()
+        shutil.rmtree(worker.folder, ignore_errors=True)
+        self._on_exit(worker)
+        _check_gone(worker)
+
+
+def _check_gone(worker: Worker) -> None:
+    if worker.cause and worker.open_pipes == 0 and not worker.gone.done():
+        worker.gone.set_result(None)

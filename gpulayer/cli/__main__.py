@@ -1,0 +1,7 @@
+"""`python -m gpulayer.cli`."""
+
+import sys
+
+from gpulayer.cli import main
+
+sys.exit(main())

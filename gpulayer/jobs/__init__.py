@@ -1,0 +1,1 @@
+"""Processes that an agent runs: how they end (spec) and what they print (logs)."""

@@ -1,0 +1,47 @@
+"""What a process prints: bytes from a pipe become lines, and the last ones are kept for error messages.
+
+log = OutputLog()
+for line in log.feed(b"hello\\nwor"): ...     # "hello"
+log.tail                                      # the last lines, whole ones only
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+
+TAIL_LINES = 20
+LINE_BYTES = 64 * 1024
+
+
+class OutputLog:
+    """One stream of one process. Bytes that are not UTF-8 are shown as replacement characters, never lost in an error."""
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._rest = ""
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def feed(self, data: bytes) -> list[str]:
+        """Add bytes; returns the lines that are now whole (without their line ends). A line of 64 KiB is broken there."""
+        text = self._rest + self._decode(data)
+        *lines, self._rest = text.split("\n")
+        if len(self._rest) > LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = ""
+        return self._keep([line.rstrip("\r") for line in lines])
+
+    def close(self) -> list[str]:
+        """The stream has ended: the last line, if it had no line end."""
+        text = self._rest + self._decode(b"", True)
+        self._rest = ""
+        return self._keep([text] if text else [])
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines, an unfinished one included."""
+        return [*self._tail, *([self._rest] if self._rest else [])]
+
+    def _keep(self, lines: list[str]) -> list[str]:
+        self._tail.extend(lines)
+        return lines

@@ -1,0 +1,169 @@
+"""Runs the calls that reach a worker, one after another, on the worker's main thread.
+
+The IO thread puts calls in with `submit` and may cancel them; everything of the user's (unpickling included) happens in
+`run`. A running call is cancelled by a signal to the main thread, whose handler raises in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from gpulayer.errors import GPUlayerError, TaskCancelledError, UsageError, to_facts
+from gpulayer.resources import Address
+from gpulayer.runtime import context
+from gpulayer.runtime.calls import split_payloads, unpack_arguments
+from gpulayer.wire import serialize
+from gpulayer.wire.message import Buffer, Kind, Message
+
+Reply = Callable[[Address, int, Kind, dict[str, Any], Sequence[Buffer]], None]
+CANCEL_SIGNAL = signal.SIGUSR1
+
+
+class Executor:
+    """The queue and the state of one worker: the functions it has, its actor if it is one."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._calls: queue.SimpleQueue[tuple[Address, Message] | None] = queue.SimpleQueue()
+        self._functions: dict[bytes, Any] = {}
+        self._actor: Any = None
+        self._cancelled: set[tuple[Address, int]] = set()
+        self._running: tuple[Address, int] | None = None
+        self._interruptible = False
+        self._mutex = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.caller: Address | None = None
+        self.status: dict[str, Any] = {"what": "", "busy_since_s": None, "calls": 0}
+
+    # --- from the IO thread
+
+    def submit(self, source: Address, message: Message) -> None:
+        """Queue one call."""
+        self._calls.put((source, message))
+
+    def cancel(self, source: Address, number: int) -> None:
+        """Cancel a call, queued or running; one that has finished is left alone."""
+        with self._mutex:
+            self._cancelled.add((source, number))
+            if self._running == (source, number):
+                signal.pthread_kill(threading.main_thread().ident or 0, CANCEL_SIGNAL)
+
+    def stop(self) -> None:
+        """End `run` after the call that runs now."""
+        self._calls.put(None)
+
+    # --- on the main thread
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        signal.signal(CANCEL_SIGNAL, self._interrupt)
+        while (item := self._calls.get()) is not None:
+            self._serve(*item)
+
+    def _serve(self, source: Address, message: Message) -> None:
+        key = (source, message.id)
+        started_s = time.perf_counter()
+        self.caller = source
+        with self._mutex:
+            dropped = key in self._cancelled
+            self._running = None if dropped else key
+        self.status.update(what=message.body["n"], busy_since_s=time.time(), calls=self.status["calls"] + 1)
+        context.enter(lambda value: self._reply(source, message.id, Kind.YIELD, {}, serialize.dumps(value)))
+        try:
+            if dropped:
+                raise TaskCancelledError(f"{message.body['n']} was cancelled before it ran")
+            frames = self._call(message)
+        except BaseException as error:
+            self._finish(key)
+            self._reply(source, message.id, Kind.FAIL, *describe_failure(error))
+            if isinstance(error, SystemExit):
+                raise
+        else:
+            self._finish(key)
+            self._reply(source, message.id, Kind.REPLY, {"s": time.perf_counter() - started_s}, frames)
+        finally:
+            context.leave()
+            self.status.update(what="", busy_since_s=None)
+
+    def _call(self, message: Message) -> list[Buffer]:
+        """The call itself: everything in it may be interrupted by a cancel."""
+        self._interruptible = True
+        try:
+            function = self._target(message)
+            _, arguments, *slots = split_payloads(message)
+            args, kwargs = unpack_arguments(arguments, slots)
+            result = function(*args, **kwargs)
+            if inspect.iscoroutine(result):
+                result = self._run_coroutine(result)
+            if message.body["op"] == "create":
+                self._actor, result = result, None
+            return serialize.dumps(result)
+        finally:
+            self._interruptible = False
+
+    def _target(self, message: Message) -> Callable[..., Any]:
+        body = message.body
+        if body["op"] == "method":
+            if self._actor is None:
+                raise UsageError(f"{body['n']}: the actor does not exist: its constructor failed")
+            return getattr(self._actor, body["method"])
+        digest = body["f"]
+        function = split_payloads(message)[0]
+        if function:
+            self._functions[digest] = serialize.loads(function)
+        return self._functions[digest]
+
+    def _run_coroutine(self, coroutine: Any) -> Any:
+        """Async functions and methods run to their end, one at a time, on a loop that lives as long as the worker."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(coroutine)
+
+    def _finish(self, key: tuple[Address, int]) -> None:
+        with self._mutex:
+            self._running = None
+            self._cancelled.discard(key)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._interruptible and self._running in self._cancelled:
+            self._interruptible = False  # once: a second cancel must not interrupt the handling of the first
+            raise TaskCancelledError("the call was cancelled while it ran")
+
+
+def describe_failure(error: BaseException) -> tuple[dict[str, Any], list[Buffer]]:
+    """(body, frames) of a FAIL: our own errors as facts; the user's as text, and pickled if it survives that."""
+    if isinstance(error, GPUlayerError):
+        return to_facts(error), []
+    trace = "".join(traceback.format_exception(type(error), error, _user_part(error)))
+    cls = type(error)
+    body = {"error": "user", "type": f"{cls.__module__}.{cls.__qualname__}", "text": _text(error), "traceback": trace}
+    try:
+        frames = serialize.dumps(error.with_traceback(None))
+        serialize.loads(frames)
+    except Exception:  # noqa: BLE001 - an exception class may refuse pickling in any way; its text travels instead
+        frames = []
+    return body, frames
+
+
+def _user_part(error: BaseException) -> Any:
+    """The traceback without our own frames at its top."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as inner:  # noqa: BLE001 - a broken __str__ must not hide the error
+        return f"(its text cannot be shown: {inner!r})"

@@ -1,0 +1,52 @@
+"""What a remote function or class needs, checked when it is declared."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpulayer.errors import UsageError
+from gpulayer.resources import Resources
+from gpulayer.scheduler.ledger import check_need
+
+_TASK = ("num_cpus", "num_gpus", "host")
+_ACTOR = (*_TASK, "name")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`num_cpus`, `num_gpus`, `host` and, for actors, `name`."""
+
+    need: Resources
+    host: str | None = None
+    name: str | None = None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What a worker should have imported from the start: torch, if this process uses it."""
+        return ("torch",) if "torch" in sys.modules else ()
+
+    def updated(self, given: dict[str, Any], *, actor: bool) -> Options:
+        """The same with some values replaced. Raises `UsageError` for an unknown or impossible one."""
+        known = _ACTOR if actor else _TASK
+        for key in given:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise UsageError(f"unknown option {key!r}{hint} Known options: {', '.join(known)}")
+        need = Resources(_amount(given, "num_cpus", self.need.cpus), _amount(given, "num_gpus", self.need.gpus))
+        return replace(self, need=check_need(need), host=given.get("host", self.host), name=given.get("name", self.name))
+
+
+def _amount(given: dict[str, Any], key: str, default: float) -> float:
+    value = given.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UsageError(f"{key}={value!r} is not a number")
+    return float(value)
+
+
+TASK_DEFAULT = Options(Resources(cpus=1.0))
+ACTOR_DEFAULT = Options(Resources(cpus=0.0))
+"""An idle actor takes no CPU, so that more actors than cores fit on a host, as in Ray."""

@@ -1,0 +1,297 @@
+"""The process that workers are forked from, and the one that makes sure that nothing of theirs stays behind.
+
+    python -m gpulayer.runtime.zygote FD        FD: one end of a stream socket pair, the agent holds the other
+
+It imports what workers need and runs none of it: one thread, no thread pool, no CUDA context, no ZeroMQ context, so that
+a fork is a clean copy and takes milliseconds. It is the parent of all workers and the reaper of their orphans (a
+subreaper: a grandchild whose parent dies becomes its child, even after `setsid`), so when the agent goes, however it
+goes, the socket closes and the zygote kills everything below itself.
+
+Messages are JSON with a 4-byte length. In: fork (with stdout and stderr as file descriptors), kill, preload.
+Out: pid, exit (with the wait status), error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import warnings
+from typing import Any, NoReturn
+
+import psutil
+
+from gpulayer.runtime import worker
+
+_LENGTH = struct.Struct(">I")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+MARKER = "GPULAYER_WORKER"
+
+
+def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Write one message; `fds` travel with its first byte."""
+    data = json.dumps(message).encode()
+    data = _LENGTH.pack(len(data)) + data
+    if fds:
+        sent = socket.send_fds(sock, [data], list(fds))
+        data = data[sent:]
+    sock.sendall(data)
+
+
+class Inbox:
+    """Reads messages, and the file descriptors that came with them, from a stream socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._data = b""
+        self.fds: list[int] = []
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The messages that have arrived; None when the other side has gone."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, 65536, 16)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        self.fds += fds
+        self._data += data
+        messages: list[dict[str, Any]] = []
+        while len(self._data) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+            if len(self._data) < end:
+                break
+            messages.append(json.loads(self._data[_LENGTH.size : end]))
+            self._data = self._data[end:]
+        return messages
+
+
+class Zygote:
+    """Forks workers on request, reports their exits, sweeps up after them."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._inbox = Inbox(control)
+        self._workers: dict[int, str] = {}  # pid -> worker id
+        self._wakeup = socket.socketpair()
+        for end in self._wakeup:
+            end.setblocking(False)
+
+    def run(self) -> None:
+        """Serve until the agent goes, then leave nothing behind."""
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._wakeup[0], selectors.EVENT_READ)
+            while self._serve(selector):
+                pass
+        self._end_everything()
+
+    def _serve(self, selector: selectors.BaseSelector) -> bool:
+        for key, _ in selector.select():
+            if key.fileobj is self._control:
+                messages = self._inbox.read()
+                if messages is None:
+                    return False
+                for message in messages:
+                    self._handle(message)
+            else:
+                _drain(self._wakeup[0])
+                self._reap()
+        return True
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        if message["op"] == "fork":
+            stdout, stderr = self._inbox.fds[:2]
+            del self._inbox.fds[:2]
+            self._fork(message["config"], stdout, stderr)
+            os.close(stdout)
+            os.close(stderr)
+        elif message["op"] == "kill":
+            for pid, worker_id in self._workers.items():
+                if worker_id == message["worker"]:
+                    os.kill(pid, signal.SIGKILL)
+        elif message["op"] == "preload":
+            preload(message["modules"])
+
+    def _fork(self, config: dict[str, Any], stdout: int, stderr: int) -> None:
+        if config.get("preload"):
+            preload(config["preload"])
+        assert threading.active_count() == 1, f"the zygote must stay single-threaded: {threading.enumerate()}"
+        parent = os.getpid()
+        with warnings.catch_warnings():  # numpy's idle BLAS threads have fork handlers of their own
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                pid = os.fork()
+            except OSError as error:
+                self._tell({"error": f"fork: {error.strerror}", "worker": config["worker"]})
+                return
+        if pid == 0:
+            self._become_worker(config, stdout, stderr, parent)
+        self._workers[pid] = config["worker"]
+        self._tell({"pid": pid, "worker": config["worker"]})
+
+    def _become_worker(self, config: dict[str, Any], stdout: int, stderr: int, parent: int) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+            os.setsid()
+            for sock in (self._control, *self._wakeup):
+                sock.close()
+            _become_process(config, stdout, stderr)
+            code = worker.main(config)
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the child ends here and never runs the zygote's loop
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            _flush_and_exit(code)
+        raise AssertionError("unreachable")
+
+    def _reap(self) -> None:
+        ended: list[tuple[str, int]] = []
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            worker_id = self._workers.pop(pid, None)
+            if worker_id is not None:
+                _kill_group(pid)
+                ended.append((worker_id, status))
+        for worker_id, status in ended:
+            self._tell({"exit": worker_id, "status": status})
+        if ended:
+            self._kill_orphans()
+
+    def _kill_orphans(self) -> None:
+        """End what dead workers left: children of ours that are no workers and carry no living worker's marker."""
+        living = set(self._workers.values())
+        for child in psutil.Process().children():
+            if child.pid not in self._workers and _marker(child) not in living:
+                _kill_tree(child)
+
+    def _end_everything(self) -> None:
+        for pid in self._workers:
+            _kill_group(pid)
+        while True:
+            for child in psutil.Process().children(recursive=True):
+                _kill(child)
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            send_message(self._control, message)
+        except ConnectionError:
+            return  # the agent has gone: the next read says so, and ends everything
+
+
+def preload(modules: list[str]) -> None:
+    """Import what workers will want; a module that is not installed is not the zygote's problem."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"gpulayer: {name} is not preloaded: {error}", file=sys.stderr)
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux's prctl; elsewhere nothing, and the sweep at the end has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _become_process(config: dict[str, Any], stdout: int, stderr: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+    for fd in (null, stdout, stderr):
+        os.close(fd)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.environ.update(config["env"])
+    os.environ[MARKER] = config["worker"]
+    os.chdir(config["cwd"])
+    random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def _flush_and_exit(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # the pipe's reader has gone: there is nobody left to tell
+    os._exit(code)
+
+
+def _drain(sock: socket.socket) -> None:
+    try:
+        while sock.recv(4096):
+            pass
+    except BlockingIOError:
+        return
+
+
+def _marker(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARKER)
+    except (psutil.Error, OSError):
+        return None
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _kill_tree(process: psutil.Process) -> None:
+    try:
+        below = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        below = []
+    for one in (process, *below):
+        _kill(one)
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.Error:
+        return
+
+
+def main() -> None:
+    """Serve on the file descriptor given as the only argument."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    Zygote(control).run()
+
+
+if __name__ == "__main__":
+    main()

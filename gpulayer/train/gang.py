@@ -1,0 +1,82 @@
+"""A run on several devices: the job goes to a gang of workers, events and trained weights come back.
+
+with Gang.reserve(num_nodes=2, devices=1, accelerator="auto", name="fit") as gang:
+    results = fit_in_gang(gang, job, reporter.handle)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpulayer.errors import UsageError
+from gpulayer.resources import Host
+from gpulayer.runtime import session as sessions
+from gpulayer.runtime.context import report
+from gpulayer.runtime.gang import Gang
+from gpulayer.train.checkpoint import to_bytes
+from gpulayer.train.events import CheckpointReady, Event, MetricsLogged
+from gpulayer.train.job import FitJob, RankResult
+from gpulayer.train.loggers import RelayLogger
+from gpulayer.train.loop import FitLoop
+from gpulayer.train.state import TrainerState
+from gpulayer.train.strategy import Distributed, RankPlace, open_store
+
+
+def reserve(job: FitJob) -> Gang:
+    """The workers that the job asks for, all or none. "auto" is what the hosts have, not what this machine has."""
+    arguments = job.arguments
+    devices, accelerator = resolve(
+        arguments.devices, arguments.accelerator, arguments.num_nodes, sessions.current().cluster().hosts
+    )
+    return Gang.reserve(num_nodes=arguments.num_nodes, devices=devices, accelerator=accelerator, name="fit")
+
+
+def resolve(devices: int | str, accelerator: str, num_nodes: int, hosts: Sequence[Host]) -> tuple[int, str]:
+    """Devices of each host, and "gpu" or "cpu". GPUs are taken where `num_nodes` hosts have as many as are asked for."""
+    if accelerator == "mps":
+        raise UsageError("accelerator='mps' with several devices is not supported yet; use accelerator='cpu'")
+    wanted = devices if isinstance(devices, int) else 1
+    counts = sorted((len(host.gpus) for host in hosts), reverse=True)[:num_nodes]
+    enough = len(counts) == num_nodes and counts[-1] >= wanted
+    if accelerator == "cpu" or (accelerator == "auto" and not enough):
+        return wanted, "cpu"
+    return (devices if isinstance(devices, int) else max(1, min(counts, default=1))), "gpu"
+
+
+def fit_in_gang(gang: Gang, job: FitJob, handle: Callable[[Event], None]) -> list[RankResult]:
+    """Run the job on every worker of the gang; the results in rank order. The first failing rank's error is raised."""
+    places = [
+        RankPlace(member.rank, member.local_rank, member.node_rank, len(gang.members), member.ip, bool(member.devices))
+        for member in gang.members
+    ]
+
+    def on_event(rank: int, event: Event) -> None:
+        handle(event)
+
+    addresses = gang.run(open_store, [(place,) for place in places], on_event=on_event)
+    return gang.run(rank_main, [(job, place, addresses[0]) for place in places], on_event=on_event)
+
+
+def rank_main(job: FitJob, place: RankPlace, store_address: tuple[str, int]) -> RankResult:
+    """What a worker runs: join the others, train, leave."""
+    unused = job.arguments.strategy == "ddp_find_unused_parameters_true"
+    strategy = Distributed.join(place, store_address, find_unused_parameters=unused)
+    try:
+        trainer = TrainerState(job.arguments, job.callbacks, [], job.log_dir)
+        trainer.loggers = [RelayLogger(job.log_dir, lambda row, step: _relay(trainer, row, step))]
+        return FitLoop(job, strategy, trainer, send).run()
+    finally:
+        strategy.close()
+
+
+def send(event: Event) -> None:
+    """Report an event to the caller. A checkpoint goes as bytes: training must not change it on its way."""
+    if isinstance(event, CheckpointReady) and not isinstance(event.content, bytes):
+        event = CheckpointReady(event.path, to_bytes(event.content))
+    report(event)
+
+
+def _relay(trainer: TrainerState, row: dict[str, Any], step: int | None) -> None:
+    if trainer.is_global_zero:
+        send(MetricsLogged(trainer.global_step if step is None else step, row))

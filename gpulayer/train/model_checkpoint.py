@@ -1,0 +1,121 @@
+"""ModelCheckpoint: keep the best or the newest checkpoints of a run, as files on the caller's machine."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from gpulayer.errors import UsageError
+from gpulayer.train.callback import Callback
+from gpulayer.train.monitor import better_direction, read_monitor
+
+if TYPE_CHECKING:
+    from gpulayer.train.state import TrainerState
+
+
+class ModelCheckpoint(Callback):
+    """Save at the end of every epoch; keep the `save_top_k` best by `monitor` (-1: all), or the newest without one.
+
+    `dirpath` defaults to `checkpoints` in the first logger's folder, or in the Trainer's `default_root_dir`.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        *,
+        monitor: str | None = None,
+        mode: str | None = None,
+        save_last: bool = False,
+        save_top_k: int = 1,
+    ) -> None:
+        if save_top_k < -1:
+            raise UsageError(f"save_top_k={save_top_k} is not -1 (all), 0 (none) or more")
+        if monitor is None and save_top_k not in (-1, 0, 1):
+            raise UsageError(f"save_top_k={save_top_k} needs monitor=, the metric that tells which are best")
+        if monitor is None and mode is not None:
+            raise UsageError(f"mode={mode!r} needs monitor=, the metric that it is about")
+        self.dirpath = os.path.abspath(os.path.expanduser(dirpath)) if dirpath is not None else None
+        self.filename = filename or "{epoch}-{step}"
+        self.monitor = monitor
+        self.mode = better_direction(monitor, mode) if monitor else None
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self.best_model_path = ""
+        self.best_model_score: float | None = None
+        self.last_model_path = ""
+        self.kept: dict[str, float] = {}
+
+    def setup(self, trainer: TrainerState, pl_module: Any, stage: str) -> None:
+        """Choose the folder; forget what an earlier run kept."""
+        self._start_afresh()
+        if self.dirpath is None:
+            self.dirpath = os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")
+
+    def on_epoch_metrics(self, trainer: TrainerState, pl_module: Any) -> None:
+        """Save, and drop what is no longer among the best."""
+        score = float(trainer.global_step) if self.monitor is None else read_monitor(trainer, self.monitor)
+        if score is not None and self.save_top_k != 0:
+            self._keep(trainer, score)
+        if self.save_last:
+            self.last_model_path = self._path("last")
+            trainer.save_checkpoint(self.last_model_path)
+
+    def _keep(self, trainer: TrainerState, score: float) -> None:
+        worst_first = sorted(self.kept, key=lambda path: self._rank(self.kept[path]), reverse=True)
+        full = 0 < self.save_top_k <= len(self.kept)
+        if full and self._rank(score) > self._rank(self.kept[worst_first[0]]):
+            return
+        path = self._unused(self._path(self._render(trainer)))
+        self.kept[path] = score
+        best = min(self.kept, key=lambda kept: (self._rank(self.kept[kept]), kept != path))
+        self.best_model_path = best
+        self.best_model_score = None if self.monitor is None else self.kept[best]
+        trainer.save_checkpoint(path)
+        if full:  # only now: until the new one is written, the old one is the only one
+            del self.kept[worst_first[0]]
+            trainer.drop_checkpoint(worst_first[0])
+
+    def _rank(self, score: float) -> float:
+        """Lower is better; NaN is worse than anything."""
+        if score != score:
+            return float("inf")
+        return score if self.mode == "min" else -score
+
+    def _path(self, stem: str) -> str:
+        assert self.dirpath is not None
+        return os.path.join(self.dirpath, stem + ".ckpt")
+
+    def _unused(self, path: str) -> str:
+        stem = path.removesuffix(".ckpt")
+        version = 1
+        while path in self.kept:
+            path, version = f"{stem}-v{version}.ckpt", version + 1
+        return path
+
+    def _render(self, trainer: TrainerState) -> str:
+        values = {**trainer.epoch_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        text = self.filename
+        for name in sorted(values, key=len, reverse=True):
+            for opening in (f"{{{name}:", f"{{{name}}}"):
+                text = text.replace(opening, f"{name}=" + opening)
+        try:
+            return text.format(**values)
+        except (KeyError, ValueError, IndexError) as error:
+            known = ", ".join(sorted(values))
+            raise UsageError(
+                f"ModelCheckpoint filename={self.filename!r} cannot be filled in ({error!r}); known: {known}"
+            ) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was kept."""
+        names = ("best_model_path", "best_model_score", "last_model_path", "kept", "dirpath")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with what was kept."""
+        for name, value in state_dict.items():
+            setattr(self, name, value)

@@ -1,0 +1,193 @@
+"""From a job to the parts that the loop drives: hooks, feeds, optimizer. What the end has to undo goes on a stack at once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sized
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from gpulayer.errors import UsageError
+from gpulayer.train.adapt import check_trainable
+from gpulayer.train.data import Feed, LoaderSpec, ShardFeed, as_loader
+from gpulayer.train.events import Event
+from gpulayer.train.hooks import Hooks, is_overridden, refuse_unsupported
+from gpulayer.train.job import FitJob
+from gpulayer.train.module import LightningModule
+from gpulayer.train.optimizers import SchedulerConfig, parse_optimizers
+from gpulayer.train.precision import Precision
+from gpulayer.train.rng import RngStream, seed_everything
+from gpulayer.train.state import TrainerState
+from gpulayer.train.strategy import SingleDevice
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop drives."""
+
+    module: Any
+    hooks: Hooks
+    train: Feed
+    val: tuple[Feed, ...]
+    optimizer: Optimizer
+    schedulers: list[SchedulerConfig]
+    precision: Precision
+    scaler: torch.amp.grad_scaler.GradScaler | None
+
+
+def prepare(job: FitJob, strategy: SingleDevice, trainer: TrainerState, emit: Callable[[Event], None], undo: ExitStack) -> Parts:
+    """Everything before the first batch, in Lightning's order: setup, loaders, optimizer."""
+    module = job.module
+    refuse_unsupported(module)
+    if job.remote:
+        _seed_rank(job, strategy.rank)
+    hooks = Hooks(trainer.callbacks, module, trainer)
+    _attach(job, strategy, trainer, hooks, emit, undo)
+    _set_up_module(job, trainer, hooks)
+    precision = Precision.of(job.arguments.precision)
+    _place(module, strategy.root_device, precision, undo)
+    train, val = _feeds(job, strategy, trainer, undo)
+    optimizer, schedulers = parse_optimizers(module.configure_optimizers(), module)  # pyright: ignore[reportCallIssue]
+    trainer.optimizers, trainer.lr_scheduler_configs = [optimizer], schedulers
+    return Parts(module, hooks, train, val, optimizer, schedulers, precision, precision.scaler(strategy.root_device))
+
+
+def _seed_rank(job: FitJob, rank: int) -> None:
+    """Rank 0 continues the caller's random numbers; the others draw their own, so that dropout differs between ranks."""
+    if rank == 0:
+        job.rng.restore()
+    else:
+        seed_everything((job.seed + rank) % 2**63)
+
+
+def _attach(
+    job: FitJob, strategy: SingleDevice, trainer: TrainerState, hooks: Hooks, emit: Callable[[Event], None], undo: ExitStack
+) -> None:
+    place, module = strategy.place, job.module
+    trainer.start_afresh()
+    trainer.world_size, trainer.global_rank = place.world_size, place.rank
+    trainer.local_rank, trainer.node_rank = place.local_rank, place.node_rank
+    trainer.strategy, trainer.datamodule = strategy, job.datamodule
+    trainer.attach(module, job.subject, hooks, emit)
+    holders: list[Any] = [holder for holder in (module, getattr(module, "target", None), job.datamodule) if holder is not None]
+    for holder in holders:
+        undo.callback(_detach, holder)
+        holder.trainer = trainer
+        if not isinstance(holder, LightningModule) and holder is not job.datamodule:
+            vars(holder).update(log=trainer.logbook.log, log_dict=trainer.logbook.log_dict)
+
+    def finish(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        trainer.training = trainer.validating = False
+        if error is not None:
+            trainer.interrupted = isinstance(error, KeyboardInterrupt)
+            hooks.call("on_exception", error)
+        hooks.call("teardown", "fit")
+        if is_overridden(job.datamodule, "teardown"):
+            job.datamodule.teardown("fit")
+
+    undo.push(finish)
+
+
+def _detach(holder: Any) -> None:
+    for name in ("log", "log_dict"):
+        vars(holder).pop(name, None)
+    holder.trainer = None
+
+
+def _set_up_module(job: FitJob, trainer: TrainerState, hooks: Hooks) -> None:
+    before = {name for name, _ in job.module.named_parameters()}
+    if is_overridden(job.datamodule, "setup"):
+        job.datamodule.setup("fit")
+    hooks.call("setup", "fit")
+    if is_overridden(job.module, "configure_model"):
+        job.module.configure_model()  # pyright: ignore[reportCallIssue]
+    check_trainable(job.module)
+    changed = before ^ {name for name, _ in job.module.named_parameters()}
+    if job.remote and changed:
+        raise UsageError(
+            f"setup() or configure_model() changed the parameters ({', '.join(sorted(changed)[:4])}): with several devices the "
+            f"caller's model could not take the weights back; make all parameters in __init__"
+        )
+
+
+def _place(module: nn.Module, device: torch.device, precision: Precision, undo: ExitStack) -> None:
+    first = next(module.parameters())
+    if first.device != device:
+        undo.callback(module.to, first.device)
+        module.to(device)
+    precision.convert_module(module)
+
+
+def _feeds(job: FitJob, strategy: SingleDevice, trainer: TrainerState, undo: ExitStack) -> tuple[Feed, tuple[Feed, ...]]:
+    arguments = job.arguments
+    train = job.train if job.train is not None else _own_loader(job, "train_dataloader")
+    if train is None:
+        raise UsageError("there is no train data: pass it to fit, or define train_dataloader() in the module or the datamodule")
+    val = job.val if job.val is not None else as_tuple(_own_loader(job, "val_dataloader"))
+    if val and not is_overridden(job.module, "validation_step"):
+        raise UsageError(f"there is validation data, and {type(job.module).__name__} has no validation_step()")
+    feed = _feed(train, job, strategy, "train", arguments.limit_train_batches, undo)
+    val_feeds = tuple(_feed(loader, job, strategy, "validation", arguments.limit_val_batches, undo) for loader in val)
+    if feed.length == 0:
+        raise UsageError(f"the train loader is empty{_why_empty(feed, strategy)}")
+    trainer.num_training_batches = float("inf") if feed.length is None else feed.length
+    trainer.num_val_batches = [float("inf") if each.length is None else each.length for each in val_feeds]
+    trainer.train_dataloader = feed.loader
+    trainer.val_dataloaders = val_feeds[0].loader if len(val_feeds) == 1 else [each.loader for each in val_feeds] or None
+    return feed, val_feeds
+
+
+def _own_loader(job: FitJob, name: str) -> Any:
+    for owner in (job.datamodule, job.module):
+        if owner is not None and is_overridden(owner, name):
+            return getattr(owner, name)()
+    return None
+
+
+def _feed(source: Any, job: FitJob, strategy: SingleDevice, name: str, limit: int | float | None, undo: ExitStack) -> Feed:
+    if strategy.world_size == 1:
+        feed = Feed(as_loader(source, None, name == "train", name), limit)
+    else:
+        spec = source if isinstance(source, LoaderSpec) else LoaderSpec.of(as_loader(source, None, name == "train", name), name)
+        feed = ShardFeed(spec, strategy.rank, strategy.world_size, RngStream(job.rng), limit, pad=name == "train")
+
+    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        feed.close() if error is None else feed.abort()
+
+    undo.push(end)
+    return feed
+
+
+def _why_empty(feed: Feed, strategy: SingleDevice) -> str:
+    if isinstance(feed, ShardFeed):
+        return (
+            f" (one global batch is {feed.shards.global_batch} samples: batch_size times {strategy.world_size} ranks, drop_last)"
+        )
+    if isinstance(feed.loader, DataLoader):
+        loader = feed.loader
+        return f": {len(cast(Sized, loader.dataset))} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
+    return ""
+
+
+def as_tuple(loaders: Any) -> tuple[Any, ...]:
+    """None, one loader or several, as a tuple. A list counts as several if all of its items are loaders or datasets."""
+    if loaders is None:
+        return ()
+    if isinstance(loaders, (list, tuple)) and all(isinstance(item, (DataLoader, torch.utils.data.Dataset)) for item in loaders):
+        return tuple(loaders)
+    return (loaders,)
+
+
+def positional_arguments(function: Callable[..., Any]) -> int:
+    """How many arguments, at most 3, `function` takes by position."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return 3
+    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)

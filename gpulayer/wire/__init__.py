@@ -1,0 +1,1 @@
+"""Messages, payloads, keys, sockets and requests: the only layer that imports zmq, msgpack and cloudpickle."""

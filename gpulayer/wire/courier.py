@@ -1,0 +1,221 @@
+"""Sends and receives whole messages over lanes that carry frames.
+
+Small messages of one loop turn leave in one pack per destination. A payload above `INLINE_BYTES` goes in 1 MiB chunks
+on the bulk lane; at most `WINDOW_BYTES` are on the way to one destination, and the receiver's credits open the window
+again, so memory along the way stays bounded and a relay never fills up. Ordered kinds are delivered in the order they were sent,
+even when the payload of an earlier one takes longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from gpulayer.resources import Address
+from gpulayer.wire.message import (
+    CHUNK_BYTES,
+    INLINE_BYTES,
+    ORDERED,
+    PACK_BYTES,
+    Buffer,
+    Kind,
+    Message,
+    WireError,
+    chunk_header,
+    encode,
+    make_route,
+    pack,
+    read_chunk_header,
+    unpack,
+)
+
+WINDOW_BYTES = 16 * CHUNK_BYTES
+CREDIT_BYTES = 4 * CHUNK_BYTES
+
+Transmit = Callable[[Address, bool, list[Buffer]], None]
+"""(destination, bulk lane?, frames): hand one frame set to the right lane."""
+
+_NOBODY = Address(bytes(8))
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """What waits to go to one destination."""
+
+    items: list[bytes] = field(default_factory=list[bytes])
+    items_bytes: int = 0
+    chunks: deque[tuple[int, int, memoryview]] = field(default_factory=deque[tuple[int, int, memoryview]])
+    window_bytes: int = WINDOW_BYTES
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """What comes from one source: messages in order, and transfers not yet whole."""
+
+    waiting: deque[Message] = field(default_factory=deque[Message])
+    transfers: dict[int, _Transfer] = field(default_factory=dict[int, "_Transfer"])
+    taken_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Buffers being filled. Chunks can overtake the message that announces them: they wait in `early`."""
+
+    views: list[memoryview] | None = None
+    missing_bytes: int = 0
+    early: list[tuple[int, zmq.Frame]] = field(default_factory=list[tuple[int, zmq.Frame]])
+
+
+class Courier:
+    """The sending and receiving half of one process. All methods are for the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transmit: Transmit, deliver: Callable[[Address, Message], None]) -> None:
+        self._loop = loop
+        self._transmit = transmit
+        self._deliver = deliver
+        self._out: dict[Address, _Outgoing] = {}
+        self._in: dict[Address, _Incoming] = {}
+        self._next_transfer = 0
+        self._flush_planned = False
+
+    def send(self, destination: Address, message: Message) -> None:
+        """Send one message; its frames must not change any more."""
+        out = self._out.setdefault(destination, _Outgoing())
+        sizes = [len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in message.frames]
+        if sum(sizes) > INLINE_BYTES:
+            self._next_transfer += 1
+            message.transfer = (self._next_transfer, sizes)
+            out.chunks.extend(_chunks(self._next_transfer, message.frames))
+        item = encode(message)
+        if out.items and out.items_bytes + len(item) > PACK_BYTES:
+            self._flush_one(destination, out)
+        out.items.append(item)
+        out.items_bytes += len(item)
+        if not self._flush_planned:
+            self._flush_planned = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send what waits now rather than at the end of this loop turn."""
+        self._flush_planned = False
+        for destination, out in list(self._out.items()):
+            self._flush_one(destination, out)
+            if out.chunks:
+                self._pump(destination, out)
+
+    def receive(self, source: Address, frames: list[zmq.Frame]) -> None:
+        """Take what follows a route: `[pack]` or `[chunk header][data]`. Raises `WireError` if it is neither."""
+        if len(frames) == 2:
+            self._take_chunk(source, frames)
+            return
+        if len(frames) != 1:
+            raise WireError(f"a route is followed by 1 or 2 frames, not {len(frames)}")
+        for message in unpack(frames[0].buffer):
+            self._take_message(source, message)
+
+    def forget(self, peer: Address) -> None:
+        """Drop what waits for, or comes from, a peer that has gone."""
+        self._out.pop(peer, None)
+        self._in.pop(peer, None)
+
+    def waiting_bytes(self) -> int:
+        """Bulk bytes that wait for credit."""
+        return sum(len(view) for out in self._out.values() for _, _, view in out.chunks)
+
+    def _flush_one(self, destination: Address, out: _Outgoing) -> None:
+        if out.items:
+            items, out.items, out.items_bytes = out.items, [], 0
+            self._transmit(destination, False, [make_route(destination, _NOBODY), pack(items)])
+
+    def _pump(self, destination: Address, out: _Outgoing) -> None:
+        route = make_route(destination, _NOBODY)
+        while out.chunks and out.window_bytes > 0:
+            transfer_id, offset, data = out.chunks.popleft()
+            out.window_bytes -= len(data)
+            self._transmit(destination, True, [route, chunk_header(transfer_id, offset), data])
+
+    def _take_message(self, source: Address, message: Message) -> None:
+        if message.kind is Kind.CREDIT:
+            out = self._out.setdefault(source, _Outgoing())
+            out.window_bytes = min(WINDOW_BYTES, out.window_bytes + message.id)
+            self._pump(source, out)
+            return
+        incoming = self._in.setdefault(source, _Incoming())
+        if message.transfer:
+            self._open_transfer(source, incoming, message)
+        elif message.kind not in ORDERED or not incoming.waiting:
+            self._deliver(source, message)
+            return
+        incoming.waiting.append(message)
+        self._deliver_whole(source, incoming)
+
+    def _open_transfer(self, source: Address, incoming: _Incoming, message: Message) -> None:
+        assert message.transfer is not None
+        transfer_id, sizes = message.transfer
+        buffers = [bytearray(size) for size in sizes]
+        message.frames = buffers
+        transfer = incoming.transfers.setdefault(transfer_id, _Transfer())
+        transfer.views = [memoryview(buffer) for buffer in buffers]
+        transfer.missing_bytes = sum(sizes)
+        early, transfer.early = transfer.early, []
+        for offset, data in early:
+            self._fill(source, incoming, transfer, offset, data)
+
+    def _take_chunk(self, source: Address, frames: list[zmq.Frame]) -> None:
+        incoming = self._in.setdefault(source, _Incoming())
+        transfer_id, offset = read_chunk_header(frames[0].buffer)
+        transfer = incoming.transfers.setdefault(transfer_id, _Transfer())
+        if transfer.views is None:
+            transfer.early.append((offset, frames[1]))
+            return
+        self._fill(source, incoming, transfer, offset, frames[1])
+        if transfer.missing_bytes <= 0:
+            self._deliver_whole(source, incoming)
+
+    def _fill(self, source: Address, incoming: _Incoming, transfer: _Transfer, offset: int, data: zmq.Frame) -> None:
+        assert transfer.views is not None
+        view = data.buffer
+        _copy_into(transfer.views, offset, view)
+        transfer.missing_bytes -= len(view)
+        incoming.taken_bytes += len(view)
+        if incoming.taken_bytes >= CREDIT_BYTES or transfer.missing_bytes <= 0:
+            self.send(source, Message(Kind.CREDIT, incoming.taken_bytes, {}))
+            incoming.taken_bytes = 0
+
+    def _deliver_whole(self, source: Address, incoming: _Incoming) -> None:
+        """Deliver from the front what is whole; unordered kinds that are whole leave from anywhere."""
+        held: deque[Message] = deque()
+        while incoming.waiting:
+            message = incoming.waiting.popleft()
+            whole = message.transfer is None or incoming.transfers[message.transfer[0]].missing_bytes <= 0
+            if not whole or (held and message.kind in ORDERED):
+                held.append(message)
+                continue
+            if message.transfer is not None:
+                del incoming.transfers[message.transfer[0]]
+            self._deliver(source, message)
+        incoming.waiting = held
+
+
+def _chunks(transfer_id: int, frames: object) -> list[tuple[int, int, memoryview]]:
+    """(transfer id, offset, data) for each chunk; a chunk never spans two buffers, so that no bytes are joined."""
+    offset, found = 0, list[tuple[int, int, memoryview]]()
+    for frame in frames:  # pyright: ignore[reportGeneralTypeIssues]
+        view = memoryview(frame).cast("B") if len(frame) else memoryview(b"")
+        for start in range(0, len(view), CHUNK_BYTES):
+            data = view[start : start + CHUNK_BYTES]
+            found.append((transfer_id, offset, data))
+            offset += len(data)
+    return found
+
+
+def _copy_into(views: list[memoryview], offset: int, data: memoryview) -> None:
+    for view in views:
+        if offset < len(view):
+            view[offset : offset + len(data)] = data
+            return
+        offset -= len(view)

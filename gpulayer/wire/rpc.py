@@ -1,0 +1,306 @@
+"""Requests and answers between processes: what a driver and a worker use to talk to agents and, through them, to anyone.
+
+    endpoint = Endpoint(loop, new_id(), on_message)
+    host = await endpoint.connect(Dial("gpu1:7770", "tcp://gpu1:7770", identity, server_key), hello)
+    answer = await endpoint.ask(Address(host.id), "state")
+
+An endpoint keeps one channel (a control lane and a bulk lane) to each agent it dialled. Addresses on other hosts are
+reached through the first agent dialled, which relays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from gpulayer.errors import AuthError, ConnectError, GPUlayerError, HostLostError, VersionMismatchError, from_facts, to_facts
+from gpulayer.resources import AGENT_PEER, Address, Host
+from gpulayer.wire import reach, security
+from gpulayer.wire.channel import Lane
+from gpulayer.wire.courier import Courier
+from gpulayer.wire.keys import KeyPair
+from gpulayer.wire.message import Buffer, Kind, Message, WireError, read_route
+
+CONTROL, BULK = b"C", b"B"
+CONNECT_TIMEOUT_S = 10.0
+HOST_LOST_S = 15.0
+PING_S = 1.0
+
+OnReply = Callable[[Message], None]
+OnFrames = Callable[[list[zmq.Frame]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """How to reach an agent. `name` is what the user wrote; `server_key` is None for an ipc endpoint."""
+
+    name: str
+    endpoint: str
+    identity: KeyPair | None = None
+    server_key: str | None = None
+
+
+@dataclass(slots=True)
+class _Pending:
+    destination: Address
+    on_reply: OnReply
+    on_yield: OnReply | None
+
+
+def open_socket(dial: Dial, routing_id: bytes, prepare: security.Prepare = lambda _: None) -> zmq.Socket[bytes]:
+    """A socket on its way to an agent: with CURVE over TCP, guarded by the folder's mode over ipc."""
+    if dial.server_key is None or dial.identity is None:
+        path = dial.endpoint.removeprefix("ipc://")
+        return security.local_client_socket(path, routing_id=routing_id, prepare=prepare)
+    return security.client_socket(
+        dial.endpoint, routing_id=routing_id, identity=dial.identity, server_key=dial.server_key, prepare=prepare
+    )
+
+
+class Channel:
+    """The two lanes to one agent, and what is known of its health."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, dial: Dial, peer: bytes, on_frames: OnFrames) -> None:
+        self.dial = dial
+        self.host: Host | None = None
+        self.heard_s = time.monotonic()
+        self.latency_s: float | None = None
+        self.load: dict[str, Any] = {}
+        self._pinged_s = 0.0
+        self.monitor = reach.Monitor(loop)
+        control = open_socket(dial, CONTROL + peer, self.monitor.watch)
+        self._lanes = [Lane(socket, loop, on_frames) for socket in (control, open_socket(dial, BULK + peer))]
+
+    @property
+    def reached_at(self) -> str:
+        """The address at which the host was reached; loopback over ipc."""
+        if self.dial.endpoint.startswith("ipc://"):
+            return "127.0.0.1"
+        return self.dial.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+    def send(self, bulk: bool, frames: Sequence[Buffer]) -> None:
+        """Hand one frame set to a lane."""
+        self._lanes[bulk].send(frames, copy=not bulk)
+
+    def ping_sent(self) -> None:
+        """Note when the ping left, for the latency that the pong gives."""
+        self._pinged_s = time.monotonic()
+
+    def pong(self, load: dict[str, Any]) -> None:
+        """Note an answer to a ping."""
+        self.heard_s = time.monotonic()
+        self.latency_s = self.heard_s - self._pinged_s
+        self.load = load
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close both lanes."""
+        self.monitor.close()
+        for lane in self._lanes:
+            lane.close(linger_ms)
+
+
+class Endpoint:
+    """One process's end of the wire. Every method is for the loop's thread, except `post`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, peer: bytes, on_message: Callable[[Address, Message], None]) -> None:
+        self.peer = peer
+        self.loop = loop
+        self.channels: dict[bytes, Channel] = {}
+        self.on_host_lost: Callable[[Host, GPUlayerError], None] = lambda host, error: None
+        self._on_message = on_message
+        self._courier = Courier(loop, self._transmit, self._deliver)
+        self._ids = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._dialling: Channel | None = None
+        self._greeting: asyncio.Future[Message] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._home: bytes | None = None
+
+    # --- connecting
+
+    async def connect(self, dial: Dial, hello: dict[str, Any], timeout_s: float = CONNECT_TIMEOUT_S) -> Host:
+        """Shake hands with one agent (one at a time). Raises a `ConnectError` that says what is wrong."""
+        await reach.check(dial.name, dial.endpoint, timeout_s)
+        channel = Channel(self.loop, dial, self.peer, self._on_frames)
+        self._dialling, self._greeting = channel, self.loop.create_future()
+        try:
+            self._courier.send(Address(bytes(8)), Message(Kind.HELLO, 0, hello))
+            answer = await self._wait_greeting(channel, dial, timeout_s)
+            host = Host.from_plain(answer.body["host"])
+        except BaseException:
+            channel.close()
+            raise
+        finally:
+            self._dialling = self._greeting = None
+            self._courier.forget(Address(bytes(8)))
+        channel.host = host
+        self.channels[host.id] = channel
+        self._home = self._home or host.id
+        channel.monitor.on_disconnect = lambda: self._spawn(self._confirm_loss(channel))
+        return host
+
+    async def _wait_greeting(self, channel: Channel, dial: Dial, timeout_s: float) -> Message:
+        assert self._greeting is not None
+        failed = channel.monitor.failure
+        await asyncio.wait({self._greeting, failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._greeting.done():
+            answer = self._greeting.result()
+            if answer.kind is Kind.WELCOME:
+                return answer
+            raise VersionMismatchError(
+                f"{dial.name} runs versions that do not fit ours", host=dial.name, rows=answer.body.get("rows", [])
+            )
+        if failed.done():
+            raise AuthError(reach.explain_handshake(dial.name, failed.result()), host=dial.name)
+        raise ConnectError(
+            f"{dial.name} accepted the connection but did not answer within {timeout_s:g} s; "
+            "is it overloaded, or is a firewall in between?",
+            host=dial.name,
+        )
+
+    async def _confirm_loss(self, channel: Channel) -> None:
+        """A dropped connection is not yet a lost host; a port that refuses is."""
+        assert channel.host is not None
+        if await reach.refuses(channel.dial.endpoint):
+            self.lose(channel.host.id, "its agent has ended")
+
+    def lose(self, host_id: bytes, why: str) -> None:
+        """Give a host up: every request that waits for it fails with `HostLostError`."""
+        channel = self.channels.pop(host_id, None)
+        if channel is None or channel.host is None:
+            return
+        channel.close()
+        name = channel.host.name
+        error = HostLostError(f"host {name} ({channel.dial.name}) is lost: {why}", host=name)
+        self.fail_pending(lambda address: address.host == host_id, error)
+        self.on_host_lost(channel.host, error)
+
+    def ping_all(self) -> None:
+        """Renew this process's lease with every agent, and give up agents that have been silent for too long."""
+        now = time.monotonic()
+        for host_id, channel in list(self.channels.items()):
+            if now - channel.heard_s > HOST_LOST_S:
+                self.lose(host_id, f"nothing was heard from it for {HOST_LOST_S:g} s")
+                continue
+            channel.ping_sent()
+            self.tell(Address(host_id), "ping")
+
+    # --- asking and answering
+
+    def request(
+        self,
+        destination: Address,
+        kind: Kind,
+        body: dict[str, Any],
+        frames: Sequence[Buffer],
+        on_reply: OnReply,
+        on_yield: OnReply | None = None,
+    ) -> int:
+        """Send a request; `on_reply` gets its REPLY or FAIL. Returns the request's id."""
+        number = next(self._ids)
+        self._pending[number] = _Pending(destination, on_reply, on_yield)
+        self._courier.send(destination, Message(kind, number, body, frames))
+        return number
+
+    async def ask(self, destination: Address, method: str, /, **params: Any) -> dict[str, Any]:
+        """Ask an agent (or another process) something, and wait. Raises what the other side raised."""
+        answer: asyncio.Future[Message] = self.loop.create_future()
+
+        def on_reply(message: Message) -> None:
+            if not answer.done():
+                answer.set_result(message)
+
+        self.request(destination, Kind.ASK, {"m": method, **params}, (), on_reply)
+        message = await answer
+        if message.kind is Kind.FAIL:
+            raise from_facts(message.body)
+        return message.body
+
+    def tell(self, destination: Address, topic: str, /, **params: Any) -> None:
+        """Say something that needs no answer."""
+        self._courier.send(destination, Message(Kind.TELL, 0, {"m": topic, **params}))
+
+    def reply(
+        self, destination: Address, number: int, body: dict[str, Any], frames: Sequence[Buffer] = (), kind: Kind = Kind.REPLY
+    ) -> None:
+        """Answer request `number` of `destination`."""
+        self._courier.send(destination, Message(kind, number, body, frames))
+
+    def fail(self, destination: Address, number: int, error: GPUlayerError) -> None:
+        """Answer request `number` with an error of our own tree."""
+        self.reply(destination, number, to_facts(error), kind=Kind.FAIL)
+
+    def fail_pending(self, concerns: Callable[[Address], bool], error: GPUlayerError) -> None:
+        """Fail every request whose destination is concerned."""
+        for number, pending in list(self._pending.items()):
+            if concerns(pending.destination):
+                del self._pending[number]
+                self._courier.forget(pending.destination)
+                pending.on_reply(Message(Kind.FAIL, number, to_facts(error)))
+
+    @property
+    def home(self) -> Address:
+        """The agent that relays for this process."""
+        if self._home is None:
+            raise ConnectError("this process is not connected to any agent")
+        return Address(self._home)
+
+    async def close(self, linger_ms: int = 200) -> None:
+        """Send what waits, then close every channel."""
+        self._courier.flush()
+        for task in self._tasks:
+            task.cancel()
+        for channel in self.channels.values():
+            channel.close(linger_ms)
+        self.channels.clear()
+
+    # --- lanes
+
+    def _transmit(self, destination: Address, bulk: bool, frames: list[Buffer]) -> None:
+        channel = self.channels.get(destination.host) or self._dialling or self.channels.get(self._home or b"")
+        if channel is not None:
+            channel.send(bulk, frames)
+
+    def _on_frames(self, frames: list[zmq.Frame]) -> None:
+        try:
+            _, source = read_route(frames[0].buffer)
+            self._courier.receive(source, frames[1:])
+        except WireError as error:
+            self.loop.call_exception_handler({"message": f"dropped a malformed frame: {error}"})
+
+    def _deliver(self, source: Address, message: Message) -> None:
+        if message.kind in (Kind.REPLY, Kind.FAIL):
+            pending = self._pending.pop(message.id, None)
+            if pending is not None:
+                pending.on_reply(message)
+        elif message.kind is Kind.YIELD:
+            pending = self._pending.get(message.id)
+            if pending is not None and pending.on_yield is not None:
+                pending.on_yield(message)
+        elif message.kind in (Kind.WELCOME, Kind.REFUSED):
+            self._take_greeting(source, message)
+        elif message.kind is Kind.TELL and message.body.get("m") == "pong" and source.peer == AGENT_PEER:
+            channel = self.channels.get(source.host)
+            if channel is not None:
+                channel.pong(message.body)
+        else:
+            self._on_message(source, message)
+
+    def _take_greeting(self, source: Address, message: Message) -> None:
+        if self._greeting is not None and not self._greeting.done():
+            self._greeting.set_result(message)
+        elif message.kind is Kind.REFUSED:  # an agent that does not know us: it was started anew on the same port
+            for host_id, channel in list(self.channels.items()):
+                if message.body.get("port") and channel.dial.endpoint.endswith(f":{message.body['port']}"):
+                    self.lose(host_id, "its agent was restarted")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

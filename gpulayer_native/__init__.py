@@ -1,0 +1,1 @@
+"""Fused optimizer kernels, and the pure-torch reference with the same API."""
