@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gpulayer.train import callbacks as callbacks
     from gpulayer.train import loggers as loggers
     from gpulayer.train.callbacks import Callback as Callback
+    from gpulayer.train.module import LightningDataModule as LightningDataModule
     from gpulayer.train.module import LightningModule as LightningModule
     from gpulayer.train.rng import seed_everything as seed_everything
     from gpulayer.train.trainer import Trainer as Trainer
@@ -37,6 +38,7 @@ _HOME = {
     "ActorHandle": "gpulayer.runtime.actors",
     "Callback": "gpulayer.train.callbacks",
     "GPUlayerError": "gpulayer.errors",
+    "LightningDataModule": "gpulayer.train.module",
     "LightningModule": "gpulayer.train.module",
     "ObjectRef": "gpulayer.runtime.refs",
     "Trainer": "gpulayer.train.trainer",
@@ -58,6 +60,7 @@ __all__ = [
     "ActorHandle",
     "Callback",
     "GPUlayerError",
+    "LightningDataModule",
     "LightningModule",
     "ObjectRef",
     "Trainer",

@@ -11,6 +11,7 @@ The hosts file is `GPULAYER_HOME/hosts`: one named list a line, `lab: gpu1, 10.0
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import stat
@@ -22,7 +23,10 @@ from gpulayer.errors import UsageError
 from gpulayer.resources import DEFAULT_PORT
 
 _NAMED_LIST = re.compile(r"^\s*([A-Za-z0-9_.-]+)\s*:\s*(.*)$")
-_HOST = re.compile(r"^[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::(?P<port>[0-9]{1,5}))?")
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +43,24 @@ class Settings:
         """Read GPULAYER_* once; every other module takes a `Settings`."""
         env = os.environ
         home = Path(env.get("GPULAYER_HOME") or Path.home() / ".config" / "gpulayer")
+        log_level = env.get("GPULAYER_LOG") or "info"
+        if log_level.lower() not in _LOG_LEVELS:
+            raise UsageError(f"GPULAYER_LOG={log_level!r} is not a log level; choose one of {', '.join(_LOG_LEVELS)}")
         return cls(
             home=home.expanduser(),
-            runtime_dir=Path(env.get("GPULAYER_RUNTIME_DIR") or _default_runtime_dir()),
+            runtime_dir=Path(env.get("GPULAYER_RUNTIME_DIR") or _default_runtime_dir()).expanduser(),
             hosts=env.get("GPULAYER_HOSTS") or None,
-            log_level=env.get("GPULAYER_LOG", "info").upper(),
+            log_level=log_level.upper(),
         )
 
     def private_dir(self, path: Path) -> Path:
         """Make `path` a folder of this user alone, or refuse: a folder that someone else prepared is a trap."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            pass  # something else has that name: its owner and kind are told below
+        except OSError as error:
+            raise UsageError(f"cannot make the folder {path}: {error.strerror}; set GPULAYER_RUNTIME_DIR to another") from None
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise UsageError(
@@ -79,10 +91,14 @@ def _default_runtime_dir() -> str:
 
 def read_hosts_file(path: Path) -> dict[str, list[str]]:
     """All named lists of a hosts file; a file that does not exist has none."""
-    if not path.exists():
+    try:
+        content = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
         return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the hosts file cannot be read: {path}: {error}") from None
     lists: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         text = line.split("#", 1)[0].strip()
         if not text:
             continue
@@ -97,13 +113,19 @@ def parse_address(text: str) -> tuple[str, int]:
     """`host`, `host:port` or `[v6]:port` as (host, port). Raises `UsageError` for anything else."""
     if text.startswith("ssh://"):
         raise UsageError(f"{text!r}: starting agents over ssh is not supported yet; run `gpulayer up` there and pass host:port")
-    host, port = text, str(DEFAULT_PORT)
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port = rest[1:] if rest.startswith(":") else port
-    elif text.count(":") == 1:
-        host, port = text.split(":")
-    v6 = host.count(":") >= 2 and re.fullmatch(r"[0-9A-Fa-f:.%]+", host)
-    if not (v6 or _HOST.match(host)) or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{text!r} is not a host; write `name`, `name:port` or `[ipv6]:port` (default port {DEFAULT_PORT})")
-    return host, int(port)
+    if _is_v6(text):
+        return text, DEFAULT_PORT
+    found = _ADDRESS.fullmatch(text)
+    if found:
+        name, v6, port = found["name"], found["v6"], int(found["port"] or DEFAULT_PORT)
+        if (_is_v6(v6) if v6 else _HOST.fullmatch(name)) and 0 < port < 65536:
+            return v6 or name, port
+    raise UsageError(f"{text!r} is not a host; write `name`, `name:port` or `[ipv6]:port` (default port {DEFAULT_PORT})")
+
+
+def _is_v6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True

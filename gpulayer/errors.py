@@ -59,7 +59,7 @@ __all__ = [
 class GPUlayerError(Exception):
     """The root. Subclasses set `facts` (their constructor's keyword arguments) and override `describe`."""
 
-    def __init__(self, message: str = "", **facts: Any) -> None:
+    def __init__(self, message: str = "", /, **facts: Any) -> None:
         self.message = message
         self.facts: dict[str, Any] = facts
         super().__init__(self.describe())
@@ -210,4 +210,6 @@ def from_facts(body: dict[str, Any]) -> GPUlayerError:
     cls = globals().get(str(body.get("error")), GPUlayerError)
     if not (isinstance(cls, type) and issubclass(cls, GPUlayerError)):
         cls = GPUlayerError
-    return cls(str(body.get("message", "")), **body.get("facts", {}))
+    facts = body.get("facts")
+    known = {str(name): value for name, value in facts.items()} if isinstance(facts, dict) else {}
+    return cls(str(body.get("message", "")), **known)

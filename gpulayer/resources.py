@@ -3,7 +3,7 @@
     host = Host(id=..., name="gpu1", address="10.0.0.7:7770", cpus=16, memory_bytes=..., devices=(Device(...),))
     need = Resources(cpus=1, gpus=0.5)
 
-Quantities carry their unit in the name. Everything here turns into plain dicts (`to_plain`) and back (`from_plain`).
+Quantities carry their unit in the name. A `Host` turns into plain values (`to_plain`) and back (`from_plain`).
 """
 
 from __future__ import annotations
@@ -89,15 +89,14 @@ class Host:
         return tuple(device for device in self.devices if device.is_gpu)
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain dicts, lists and bytes, for msgpack and JSON."""
+        """Plain dicts, lists and bytes, for msgpack."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Host:
         """The inverse of `to_plain`; keys of a newer version are ignored."""
-        known = {f.name for f in fields(cls)}
-        kept = {k: v for k, v in plain.items() if k in known}
-        kept["devices"] = tuple(Device(**device) for device in kept.get("devices", ()))
+        kept = _known(cls, plain)
+        kept["devices"] = tuple(Device(**_known(Device, device)) for device in kept.get("devices", ()))
         return cls(**kept)
 
 
@@ -111,3 +110,8 @@ class Link:
     bandwidth_bytes_s: float | None = None
     age_s: float = 0.0
     how: str = "heartbeat"
+
+
+def _known(cls: type[Device | Host], plain: dict[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in fields(cls)}
+    return {key: value for key, value in plain.items() if key in names}

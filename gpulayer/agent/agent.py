@@ -38,6 +38,7 @@ log = logging.getLogger("gpulayer.agent")
 
 DRIVER_LEASE_S = 8.0
 """A driver that says nothing for so long is gone, and all it ran ends: well inside the promised 10 s."""
+CHECK_S = 0.5
 KEPT_OBITUARIES = 1000
 
 
@@ -169,16 +170,19 @@ class Agent:
         return self.leases.end_all_of(peer.id, f"its owner {peer.name} is gone ({why})")
 
     def _check_leases(self) -> None:
-        """Once a second: drivers that are silent, or whose process has ended, lose what they hold."""
+        """Twice a second: drivers that are silent, whose process has ended or whose key was revoked lose what they hold."""
+        self._lease_check = self._loop.call_later(CHECK_S, self._check_leases)
         now = time.monotonic()
         for peer in list(self.peers.known.values()):
             if peer.kind == "worker":
                 continue
             if now - peer.heard_s > DRIVER_LEASE_S:
                 self._peer_gone(peer, f"silent for {DRIVER_LEASE_S:g} s")
-            elif not peer.key and not records.is_running(int(peer.hello.get("pid", 0)), float(peer.hello.get("born_s", 0))):
+            elif not peer.key and not records.is_running(peer.hello["pid"], peer.hello["born_s"]):
                 self._peer_gone(peer, "its process has ended")
-        self._lease_check = self._loop.call_later(1.0, self._check_leases)
+            elif peer.key and not self._doorkeeper.knows(peer.kind, peer.key):
+                self._peer_gone(peer, "its key was revoked")
+        self.peers.links.check()
 
     def _on_worker_exit(self, worker: Worker) -> None:
         address = Address(self.id, worker.id)
@@ -217,36 +221,43 @@ class Agent:
     # --- questions
 
     def _on_message(self, peer: Peer, source: Address, message: Message) -> None:
-        body = message.body
-        method = body.get("m")
         if message.kind is Kind.TELL:
-            self._on_tell(peer, source, str(method), body)
-            return
-        if message.kind is not Kind.ASK:
-            return
-        try:
-            answer = _ANSWERS.get(str(method))
-            if answer is None:
-                raise UsageError(f"the agent knows no question {method!r}; it knows: {', '.join(sorted(_ANSWERS))}")
-            if peer.kind == "viewer" and method != "state":
-                raise AuthError(f"a viewer may not ask {method!r}")
-            result = answer(self, peer, source, message)
-        except GPUlayerError as error:
-            self.peers.send(source, Message(Kind.FAIL, message.id, to_facts(error)))
-        except (KeyError, TypeError, ValueError) as error:
-            malformed = UsageError(f"question {method!r} is malformed: {error!r}")
-            self.peers.send(source, Message(Kind.FAIL, message.id, to_facts(malformed)))
-        else:
-            if result is not None:
-                self.peers.send(source, Message(Kind.REPLY, message.id, result))
+            try:
+                self._on_tell(peer, source, str(message.body.get("m")), message.body)
+            except _MALFORMED as error:
+                self.peers.refused += 1
+                log.warning("dropped a malformed message of %s: %r", peer.name, error)
+        elif message.kind is Kind.ASK:
+            try:
+                result = self._find_answer(peer, message)(self, peer, source, message)
+            except GPUlayerError as error:
+                self.peers.send(source, Message(Kind.FAIL, message.id, to_facts(error)))
+            except _MALFORMED as error:
+                malformed = UsageError(f"question {message.body.get('m')!r} is malformed: {error!r}")
+                self.peers.send(source, Message(Kind.FAIL, message.id, to_facts(malformed)))
+            else:
+                if result is not None:
+                    self.peers.send(source, Message(Kind.REPLY, message.id, result))
+
+    def _find_answer(self, peer: Peer, message: Message) -> _Answer:
+        method = str(message.body.get("m"))
+        answer = _ANSWERS.get(method)
+        if answer is None:
+            raise UsageError(f"the agent knows no question {method!r}; it knows: {', '.join(sorted(_ANSWERS))}")
+        if method not in _MAY_ASK.get(peer.kind, _ANSWERS):
+            self.peers.refused += 1
+            log.warning("refused: %s %s may not ask %r", peer.kind, peer.name, method)
+            raise AuthError(f"a key enrolled as {peer.kind} may not ask {method!r}; that takes the role driver")
+        return answer
 
     def _on_tell(self, peer: Peer, source: Address, topic: str, body: dict[str, Any]) -> None:
         if topic == "ping":
             ledger = self.leases.ledger
             load = {"cpus_free": ledger.cpus_free, "gpus_free": ledger.gpus_free, "waiting": len(self.leases.queue)}
             self.peers.tell(source, "pong", **load)
-        elif peer.kind == "viewer":
+        elif peer.kind in _MAY_ASK:
             self.peers.refused += 1
+            log.warning("refused: %s %s may not tell %r", peer.kind, peer.name, topic)
         elif topic in ("blocked", "unblocked"):
             self.leases.set_blocked(peer.id, topic == "blocked")
         elif topic == "status" and (worker := self.pool.workers.get(peer.id)) is not None:
@@ -292,7 +303,7 @@ class Agent:
                 continue
             if item["key"]:
                 self._allowed.allow(item["key"], "agent")
-            self.peers.introduce(item["id"], Dial(item["name"], item["endpoint"], identity, item["key"] or None), hello)
+            self.peers.links.introduce(item["id"], Dial(item["name"], item["endpoint"], identity, item["key"] or None), hello)
         return {}
 
     def _answer_goodbye(self, peer: Peer, source: Address, message: Message) -> None:
@@ -306,7 +317,7 @@ class Agent:
         if gone:
             await asyncio.wait(gone, timeout=2.0)
         self.peers.send(source, Message(Kind.REPLY, number, {}))
-        self._loop.call_later(0.5, self.peers.forget, peer.id)
+        self._loop.call_later(0.5, self._peer_gone, peer, "it said goodbye")  # again, should it have asked for more meanwhile
 
     def _answer_state(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
         return state.snapshot(self)
@@ -317,6 +328,10 @@ class Agent:
 
 
 _Answer = Callable[[Agent, Peer, Address, Message], "dict[str, Any] | None"]
+_MALFORMED = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
+"""What code meets that expects one plain value in a body and finds another."""
+_MAY_ASK = {"viewer": {"state"}, "agent": {"kill", "named"}}
+"""What kinds of peer that are limited may ask. An agent asks for its own host's processes, which hold handles of actors here."""
 _ANSWERS: dict[str, _Answer] = {
     "goodbye": Agent._answer_goodbye,
     "kill": Agent._answer_kill,

@@ -144,31 +144,31 @@ class Leases:
             raise UsageError(
                 f"an actor named {name!r} exists already; get it with gpulayer.get_actor({name!r}), or choose another name"
             )
-        return Lease(
-            owner, need, str(body["kind"]), str(body["label"]), name, list(body.get("modules", [])), body.get("meta", b""), answer
-        )
+        modules = [str(module) for module in body.get("modules", [])]
+        return Lease(owner, need, str(body["kind"]), str(body["label"]), name, modules, body.get("meta", b""), answer)
 
     def _start(self, lease: Lease, grant: Grant) -> None:
+        """Everything up to the fork happens at once, so that the end of owner or worker finds the lease from here on."""
         lease.grant = grant
         lease.devices = tuple(self._host.gpus[index] for index in grant.gpus)
-        task = asyncio.get_running_loop().create_task(self._start_worker(lease, grant))
+        threads = max(1, int(lease.need.cpus))
+        env = {**visible_devices_env(lease.devices), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        try:
+            worker = self._pool.fork(lease.label, env, threads, lease.modules)
+        except GPUlayerError as error:
+            self.ledger.release(grant)
+            lease.answer(error)
+            return
+        lease.worker = worker
+        self.active[worker.id] = lease
+        task = asyncio.get_running_loop().create_task(self._answer_when_ready(lease, worker))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
-    async def _start_worker(self, lease: Lease, grant: Grant) -> None:
-        threads = max(1, int(lease.need.cpus))
-        env = {**visible_devices_env(lease.devices), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        starting = self._pool.start(lease.label, env, threads, lease.modules, lambda worker: self._attach(lease, worker))
+    async def _answer_when_ready(self, lease: Lease, worker: Worker) -> None:
         try:
-            worker = await starting
+            await self._pool.wait_ready(worker)
         except GPUlayerError as error:
-            if lease.worker is None:  # no worker ever held the grant, so none will give it back
-                self.ledger.release(grant)
-                self.pump()
             lease.answer(error)
-            return
-        lease.answer({"worker": worker.id, "pid": worker.pid, "devices": [device.index for device in lease.devices]})
-
-    def _attach(self, lease: Lease, worker: Worker) -> None:
-        lease.worker = worker
-        self.active[worker.id] = lease
+        else:
+            lease.answer({"worker": worker.id, "pid": worker.pid, "devices": [device.index for device in lease.devices]})

@@ -15,12 +15,13 @@ from typing import Any
 
 import zmq
 
-from gpulayer.errors import GPUlayerError, to_facts
+from gpulayer.agent.links import Link, Links
+from gpulayer.errors import GPUlayerError, HostLostError, to_facts
 from gpulayer.resources import AGENT_PEER, Address
 from gpulayer.wire.channel import Lane
 from gpulayer.wire.courier import Courier
 from gpulayer.wire.message import Buffer, Kind, Message, WireError, encode, make_route, pack, read_route, unpack
-from gpulayer.wire.rpc import BULK, CONTROL, Channel, Dial
+from gpulayer.wire.rpc import BULK, CONTROL
 from gpulayer.wire.security import sender_key
 
 log = logging.getLogger("gpulayer.agent")
@@ -63,9 +64,7 @@ class Peers:
         self._on_message = on_message
         self._courier = Courier(loop, self._transmit, self._deliver)
         self._lanes: list[Lane] = []
-        self._dials: dict[bytes, Dial] = {}
-        self._links: dict[bytes, Channel] = {}
-        self._hello: dict[str, Any] = {}
+        self.links = Links(loop, self._me, self._take_link, self._link_lost)
 
     def listen(self, socket: zmq.Socket[bytes], *, secure: bool) -> None:
         """Serve a bound ROUTER; `secure` says that its frames carry the peer's key."""
@@ -98,16 +97,12 @@ class Peers:
         self._courier.forget(Address(self._me.host, peer_id))
         return self.known.pop(peer_id, None)
 
-    def introduce(self, host: bytes, dial: Dial, hello: dict[str, Any]) -> None:
-        """Learn how to reach another host's agent; it is dialled when something is to go there."""
-        self._hello = hello
-        self._dials[host] = dial
-
     def close(self, linger_ms: int = 200) -> None:
         """Send what waits and close every socket."""
         self._courier.flush()
-        for one in (*self._links.values(), *self._lanes):
-            one.close(linger_ms)
+        self.links.close(linger_ms)
+        for lane in self._lanes:
+            lane.close(linger_ms)
 
     # --- frames in
 
@@ -117,15 +112,21 @@ class Peers:
             kind, peer_id = identity[:1], identity[1:]
             if kind not in (CONTROL, BULK) or len(peer_id) != 8 or len(frames) < 3:
                 raise WireError("an identity is a lane and 8 bytes, followed by a route and at least one frame")
-            key = (sender_key(frames[-1]) or "") if secure else ""
+            if peer_id in (AGENT_PEER, self._me.host):
+                raise WireError("an identity that stands for an agent")
+            key = sender_key(frames[-1]) if secure else ""
+            if key is None:
+                raise WireError("a frame without the key of its sender")
             peer = self.known.get(peer_id)
             if peer is None or peer.key != key or peer.lane is not lane:
                 self._take_hello(lane, peer_id, key, frames)
                 return
             peer.heard_s = time.monotonic()
             destination, source = read_route(frames[1].buffer)
-            if peer.kind != "agent":  # only agents speak for others
+            if peer.kind != "agent":
                 source = Address(self._me.host, peer_id)
+            elif source.host != peer_id:
+                raise WireError("an agent speaks for its own host's processes only")
             self._forward(destination, source, kind == BULK, frames[2:], peer)
         except WireError as error:
             self.refused += 1
@@ -150,7 +151,14 @@ class Peers:
         """Frames that another agent sent back over a connection that we dialled."""
         try:
             destination, source = read_route(frames[0].buffer)
-            self._forward(destination, source, len(frames) == 3, frames[1:], None)
+            if source.host != host:
+                self.links.lose(host, "another agent has taken its place")
+                return
+            self.links.heard(host)
+            if destination.host == _NOWHERE:  # its answer to our HELLO
+                self._take_own(source, frames[1:])
+            else:
+                self._forward(destination, source, len(frames) == 3, frames[1:], None)
         except WireError as error:
             log.warning("dropped a malformed frame set from host %s: %s", host.hex(), error)
 
@@ -160,47 +168,65 @@ class Peers:
         self, destination: Address, source: Address, bulk: bool, frames: Sequence[zmq.Frame | Buffer], sender: Peer | None
     ) -> None:
         if destination.peer == AGENT_PEER and destination.host in (self._me.host, _NOWHERE):
-            self._courier.receive(source, list(frames))  # pyright: ignore[reportArgumentType]
+            self._take_own(source, frames)
             return
         if sender is not None and sender.kind == "viewer":
             self.refused += 1
             log.warning("refused: viewer %s tried to send to %s", sender.name, destination)
             return
         peer = self.known.get(destination.peer) or self.known.get(destination.host)
-        route = make_route(destination, source)
         if peer is not None:
             if peer.kind == "worker" and source != self._me:
                 peer.callers.add(source)
+            route = make_route(destination, source)
             if peer.lane.send([(BULK if bulk else CONTROL) + peer.id, route, *frames], copy=False):
                 return
-        elif link := self._link(destination.host):
-            link.send(bulk, [route, *frames])  # pyright: ignore[reportArgumentType]
+            if peer.kind == "worker":  # it is ending: its callers, this one too, hear why once its exit has been seen
+                return
+        if destination.host != self._me.host and self.links.send(source, destination, bulk, frames):
             return
         if not bulk:
-            self._bounce(destination, source, frames[0])
+            self._bounce(source, frames[0], self.obituary(destination))
 
-    def _link(self, host: bytes) -> Channel | None:
-        link = self._links.get(host)
-        if link is None and host in self._dials:
-            link = Channel(self._loop, self._dials[host], self._me.host, lambda frames: self._take_link(host, frames))
-            self._links[host] = link
-            hello = pack([encode(Message(Kind.HELLO, 0, self._hello))])
-            link.send(False, [make_route(Address(_NOWHERE), self._me), hello])
-        return link
+    def _take_own(self, source: Address, frames: Sequence[zmq.Frame | Buffer]) -> None:
+        """What is for the agent itself: messages, and never a payload, so that nobody can make it hold one."""
+        if len(frames) != 1:
+            raise WireError("an agent takes no bulk data")
+        for message in unpack(_data(frames[0])):
+            if message.transfer is not None:
+                raise WireError("an agent takes no bulk data")
+            self._deliver(source, message)
 
-    def _bounce(self, destination: Address, source: Address, frame: zmq.Frame | Buffer) -> None:
+    def _link_lost(self, link: Link, error: HostLostError) -> None:
+        """Requests that wait for the link fail at once; for those that went over it, their senders are told who is gone."""
+        log.warning("%s", error)
+        for bulk, frames in link.waiting:
+            if not bulk:
+                self._bounce(read_route(_data(frames[0]))[1], frames[1], error)
+        for source, destination in link.used:
+            if source != self._me:
+                self.tell(source, "died", worker=destination.to_bytes(), **to_facts(error))
+
+    def _bounce(self, source: Address, frame: zmq.Frame | Buffer, error: GPUlayerError) -> None:
         """Nobody there: whoever waits for an answer gets one."""
-        if source.host == self._me.host and source.peer == AGENT_PEER:
+        if source == self._me:
             return
-        data = frame.buffer if isinstance(frame, zmq.Frame) else frame
-        for message in unpack(data):
+        for message in unpack(_data(frame)):
             if message.kind in (Kind.ASK, Kind.CALL):
-                self.send(source, Message(Kind.FAIL, message.id, to_facts(self.obituary(destination))))
+                self.send(source, Message(Kind.FAIL, message.id, to_facts(error)))
 
     def _transmit(self, destination: Address, bulk: bool, frames: list[Buffer]) -> None:
         self._forward(destination, self._me, bulk, frames[1:], None)
 
     def _deliver(self, source: Address, message: Message) -> None:
+        if message.kind is Kind.WELCOME:
+            self.links.welcomed(source.host)
+        elif message.kind is Kind.REFUSED:
+            self.links.lose(source.host, f"it refused this host's agent: {message.body.get('rows')}")
         peer = self.known.get(source.peer) or self.known.get(source.host)
         if peer is not None:
             self._on_message(peer, source, message)
+
+
+def _data(frame: zmq.Frame | Buffer) -> Buffer:
+    return frame.buffer if isinstance(frame, zmq.Frame) else frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -19,7 +20,7 @@ from gpulayer.errors import WorkerStartError
 from gpulayer.jobs.logs import OutputLog
 from gpulayer.jobs.spec import describe_exit
 from gpulayer.resources import new_id
-from gpulayer.runtime.zygote import Inbox, send_message
+from gpulayer.runtime.zygote import MARKER, PLACEHOLDER, Inbox, send_message
 
 START_TIMEOUT_S = 60.0
 EXIT_GRACE_S = 0.05
@@ -66,7 +67,7 @@ class Pool:
         self._control, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "gpulayer.runtime.zygote", str(theirs.fileno())]
-            env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", MARKER: PLACEHOLDER}
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL, env=env
             )
@@ -78,19 +79,11 @@ class Pool:
         """Let the zygote import `modules` now, so that workers have them at once."""
         self._send({"op": "preload", "modules": modules})
 
-    async def start(
-        self, label: str, env: dict[str, str], threads: int, modules: list[str], on_made: Callable[[Worker], None]
-    ) -> Worker:
-        """Fork a worker and wait until it has said hello. Raises `WorkerStartError` with its stderr.
-
-        `on_made` is called before the fork, so that the worker's end is never missed.
-        """
+    def fork(self, label: str, env: dict[str, str], threads: int, modules: list[str]) -> Worker:
+        """Ask the zygote for a worker; `wait_ready` says whether it came up. Raises `WorkerStartError` if there is no zygote."""
         worker_id = new_id()
         folder = self._folder / worker_id.hex()
-        folder.mkdir(mode=0o700, parents=True)
         worker = Worker(worker_id, secrets.token_hex(16), label, self._loop.create_future(), self._loop.create_future(), folder)
-        self.workers[worker_id] = worker
-        on_made(worker)
         config = {
             "worker": worker_id.hex(),
             "token": worker.token,
@@ -100,18 +93,28 @@ class Pool:
             "cwd": str(folder),
             "preload": modules,
         }
-        self._send({"op": "fork", "config": config}, self._pipes(worker))
+        try:
+            folder.mkdir(mode=0o700, parents=True)
+            pipes = self._pipes(worker)
+        except OSError as error:
+            raise WorkerStartError(f"a worker for {label} cannot start: {error.strerror}: {error.filename or 'pipe'}") from None
+        self._send({"op": "fork", "config": config}, pipes)
+        self.workers[worker_id] = worker
+        return worker
+
+    async def wait_ready(self, worker: Worker) -> None:
+        """Wait until a worker has said hello. Raises `WorkerStartError` with its stderr if it ends or takes too long."""
         done, _ = await asyncio.wait({worker.ready}, timeout=START_TIMEOUT_S)
         if not done:
-            self.kill(worker, f"it did not start within {START_TIMEOUT_S:g} s")
-            raise WorkerStartError(f"a worker for {label} did not start within {START_TIMEOUT_S:g} s", stderr=self.stderr(worker))
+            text = f"a worker for {worker.label} did not start within {START_TIMEOUT_S:g} s"
+            self.kill(worker, text)
+            raise WorkerStartError(text, stderr=self.stderr(worker))
         worker.ready.result()
-        return worker
 
     def welcome(self, worker_id: bytes, token: str) -> Worker | None:
         """The worker that says hello with its token, or None if there is no such worker."""
         worker = self.workers.get(worker_id)
-        if worker is None or not secrets.compare_digest(worker.token, token):
+        if worker is None or not secrets.compare_digest(worker.token.encode(), token.encode("utf-8", "replace")):
             return None
         if not worker.ready.done():
             worker.ready.set_result(None)
@@ -121,7 +124,8 @@ class Pool:
         """End a worker and everything it started."""
         if worker.id in self.workers and not worker.cause:
             worker.kill_reason = worker.kill_reason or reason
-            self._send({"op": "kill", "worker": worker.id.hex()})
+            with contextlib.suppress(WorkerStartError):  # no zygote, no worker: its end is about to be read
+                self._send({"op": "kill", "worker": worker.id.hex()})
 
     @staticmethod
     def stderr(worker: Worker) -> list[str]:
@@ -144,15 +148,16 @@ class Pool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        self._control.setblocking(True)  # requests are small: the kernel's buffer takes them unless the zygote is stuck
         try:
+            self._control.setblocking(True)  # requests are small: the kernel's buffer takes them unless the zygote is stuck
             send_message(self._control, message, fds)
         except OSError as error:
             raise WorkerStartError(
                 f"the zygote has ended ({error}); restart the agent: gpulayer down, then gpulayer up"
             ) from None
         finally:
-            self._control.setblocking(False)
+            if self._control.fileno() >= 0:
+                self._control.setblocking(False)
             for fd in fds:
                 os.close(fd)
 

@@ -24,6 +24,10 @@ class Doorkeeper:
         """This agent's own HELLO to another agent."""
         return make_hello(kind)
 
+    def knows(self, kind: str, key: str) -> bool:
+        """Whether the holder of `key` may be a peer of that kind, now."""
+        return self._allowed.role(key) in _ROLES[kind]
+
     def refusal(self, key: str, hello: dict[str, Any]) -> dict[str, Any] | None:
         """None if the peer is welcome; else a table of what does not fit: rows of (what, the peer's, ours).
 
@@ -32,9 +36,12 @@ class Doorkeeper:
         kind = str(hello.get("kind"))
         if kind not in _ROLES:
             return {"rows": [("kind", kind, " or ".join(sorted(_ROLES)))]}
-        role = self._allowed.role(key) if key else "driver"
-        if role not in _ROLES[kind]:
-            return {"rows": [("role of the key", role or "unknown", " or ".join(sorted(_ROLES[kind])))]}
+        if key and not self.knows(kind, key):
+            role = self._allowed.role(key) or "unknown"
+            return {"rows": [("role of the key", role, " or ".join(sorted(_ROLES[kind])))]}
+        for what, kinds in (("pid", (int,)), ("born_s", (int, float))):
+            if not isinstance(hello.get(what), kinds):
+                return {"rows": [(what, repr(hello.get(what)), "a number")]}
         rows: list[tuple[str, Any, Any]] = [("protocol", hello.get("protocol"), PROTOCOL)]
         if kind != "viewer":  # a viewer shows plain values: any Python can
             rows.append(("python", python_minor(str(hello.get("python"))), python_minor(self._host.versions["python"])))

@@ -11,7 +11,7 @@ import codecs
 from collections import deque
 
 TAIL_LINES = 20
-LINE_BYTES = 64 * 1024
+LINE_CHARACTERS = 64 * 1024
 
 
 class OutputLog:
@@ -23,19 +23,17 @@ class OutputLog:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def feed(self, data: bytes) -> list[str]:
-        """Add bytes; returns the lines that are now whole (without their line ends). A line of 64 KiB is broken there."""
+        """Add bytes; returns the lines that are now whole (without line ends), and pieces of 64 Ki characters of longer ones."""
         text = self._rest + self._decode(data)
-        *lines, self._rest = text.split("\n")
-        if len(self._rest) > LINE_BYTES:
-            lines.append(self._rest)
-            self._rest = ""
-        return self._keep([line.rstrip("\r") for line in lines])
+        *lines, rest = text.split("\n")
+        *broken, self._rest = _pieces(rest)
+        return self._keep([piece for line in lines for piece in _pieces(line.rstrip("\r"))] + broken)
 
     def close(self) -> list[str]:
         """The stream has ended: the last line, if it had no line end."""
         text = self._rest + self._decode(b"", True)
         self._rest = ""
-        return self._keep([text] if text else [])
+        return self._keep([text.rstrip("\r")] if text else [])
 
     @property
     def tail(self) -> list[str]:
@@ -45,3 +43,9 @@ class OutputLog:
     def _keep(self, lines: list[str]) -> list[str]:
         self._tail.extend(lines)
         return lines
+
+
+def _pieces(line: str) -> list[str]:
+    if len(line) <= LINE_CHARACTERS:
+        return [line]
+    return [line[start : start + LINE_CHARACTERS] for start in range(0, len(line), LINE_CHARACTERS)]

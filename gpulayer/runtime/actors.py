@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import weakref
 from collections import deque
@@ -86,7 +87,9 @@ class ActorQueue:
     def _on_reply(self, call: Call, message: Message) -> None:
         if message.kind is Kind.FAIL and (message.body.get("error") == "ActorDiedError" or call.op == "create"):
             self.ended = self.ended or _death(call, message)
-        call.entry.take(message)
+            if call.op == "create":  # an actor that does not exist holds nothing
+                release(self._session, self, self.ended.facts.get("cause", str(self.ended)))
+        call.settle(message)
 
     def _cancel(self, call: Call, force: bool) -> None:
         call.cancelled = True
@@ -144,6 +147,10 @@ class ActorHandle:
     def __repr__(self) -> str:
         return f"ActorHandle({self._label})"
 
+    def is_at(self, address: Address) -> bool:
+        """Whether the actor is the worker at `address`."""
+        return self._queue.address == address
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self._keep is not None:
             self._keep()  # somebody else may hold it now: it lives as long as the session
@@ -152,7 +159,9 @@ class ActorHandle:
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObjectRef:
         self._session.check_open()
-        return _submit(self._session, self._queue, "method", f"{self._label}.{method}", None, args, kwargs, method)
+        ref = _submit(self._session, self._queue, "method", f"{self._label}.{method}", None, args, kwargs, method)
+        ref._entry.when_done(functools.partial(id, self))  # a call that waits keeps the actor, as a handle does
+        return ref
 
 
 def actor_address(handle: ActorHandle) -> Address:

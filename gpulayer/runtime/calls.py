@@ -11,9 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpulayer.errors import TaskCancelledError
 from gpulayer.runtime.refs import Entry, ObjectRef
 from gpulayer.wire import serialize
 from gpulayer.wire.message import Buffer, Message
+
+HANDED_BACK = "handed back"
+"""The error of a call that a worker did not begin: not a failure, the caller sends it elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Shipped:
 class Call:
     """One call on its way."""
 
-    op: str  # "task", "create" or "method"
+    op: str  # "task", "rank", "create" or "method"
     name: str
     shipped: Shipped | None
     arguments: list[Buffer]
@@ -67,6 +71,16 @@ class Call:
             callback()
         else:
             missing[0].when_done(lambda: self.when_ready(callback))
+
+    def settle(self, message: Message) -> None:
+        """The outcome has arrived. A call whose worker was ended to cancel it has been cancelled; it is not a casualty."""
+        error = message.body.get("error")
+        if self.cancelled and error == "ActorDiedError":
+            self.entry.fail_with(TaskCancelledError(f"{self.name} was cancelled with force=True"))
+        elif error == HANDED_BACK:
+            self.entry.fail_with(TaskCancelledError(f"{self.name} was cancelled before it ran"))
+        else:
+            self.entry.take(message)
 
     def message_parts(self, known: set[bytes]) -> tuple[dict[str, Any], list[Buffer]]:
         """(body, frames) for a worker that has the functions `known`; adds this call's to them."""

@@ -150,10 +150,9 @@ def _known_lists(settings: Settings) -> set[str]:
 def _dial(settings: Settings, target: str) -> Dial:
     host, port = parse_address(target)
     identity = keys.load_or_make_identity(settings.home)
-    address = f"{host}:{port}"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     server_key = keys.known_host(settings.home, address) or keys.known_host(settings.home, target) or identity.public
-    endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    return Dial(target, endpoint, identity, server_key)
+    return Dial(target, f"tcp://{address}", identity, server_key)
 
 
 def _this_machine(settings: Settings) -> Dial:
@@ -269,9 +268,10 @@ async def _say_goodbye(session: Session) -> None:
 
 def _tear_down(session: Session) -> None:
     ended = NotConnectedError("the session has ended; type: gpulayer.connect()")
-    if session.closed is None:
+    open_still = session.closed is None
+    session.io.post(session.end, ended)  # first: calls that wait shall hear of this, not of the workers' ends that follow
+    if open_still:
         session.io.run(_say_goodbye(session))
-    session.io.post(session.end, ended)
     session.io.run(session.endpoint.close())
     session.io.stop()
     _end_embedded()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import queue
 import signal
 import threading
@@ -17,10 +18,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from gpulayer.errors import GPUlayerError, TaskCancelledError, UsageError, to_facts
+from gpulayer.errors import ActorDiedError, GPUlayerError, TaskCancelledError, to_facts
 from gpulayer.resources import Address
 from gpulayer.runtime import context
-from gpulayer.runtime.calls import split_payloads, unpack_arguments
+from gpulayer.runtime.calls import HANDED_BACK, split_payloads, unpack_arguments
 from gpulayer.wire import serialize
 from gpulayer.wire.message import Buffer, Kind, Message
 
@@ -41,6 +42,9 @@ class Executor:
         self._interruptible = False
         self._mutex = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting = False  # the running call waits for others
+        self._broken = ""  # why the actor's constructor failed
+        self.host = ""
         self.caller: Address | None = None
         self.status: dict[str, Any] = {"what": "", "busy_since_s": None, "calls": 0}
 
@@ -48,7 +52,26 @@ class Executor:
 
     def submit(self, source: Address, message: Message) -> None:
         """Queue one call."""
-        self._calls.put((source, message))
+        if self._waiting and message.body["op"] == "task":
+            self._hand_back(source, message)
+        else:
+            self._calls.put((source, message))
+
+    def set_waiting(self, waits: bool) -> None:
+        """The running call waits for others: tasks sent ahead go back to their callers, for they may be what it waits for."""
+        self._waiting = waits
+        while waits:
+            try:
+                item = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            if item is None or item[1].body["op"] != "task":  # an actor's calls keep their order
+                self._calls.put(item)
+                return
+            self._hand_back(*item)
+
+    def _hand_back(self, source: Address, message: Message) -> None:
+        self._reply(source, message.id, Kind.FAIL, {"error": HANDED_BACK}, ())
 
     def cancel(self, source: Address, number: int) -> None:
         """Cancel a call, queued or running; one that has finished is left alone."""
@@ -82,11 +105,13 @@ class Executor:
             if dropped:
                 raise TaskCancelledError(f"{message.body['n']} was cancelled before it ran")
             frames = self._call(message)
+        except SystemExit:  # ends the process, and its callers hear that from the agent
+            raise
         except BaseException as error:
             self._finish(key)
+            if message.body["op"] == "create":
+                self._broken = f"its constructor failed with {type(error).__name__}: {_text(error)}"
             self._reply(source, message.id, Kind.FAIL, *describe_failure(error))
-            if isinstance(error, SystemExit):
-                raise
         else:
             self._finish(key)
             self._reply(source, message.id, Kind.REPLY, {"s": time.perf_counter() - started_s}, frames)
@@ -114,7 +139,7 @@ class Executor:
         body = message.body
         if body["op"] == "method":
             if self._actor is None:
-                raise UsageError(f"{body['n']}: the actor does not exist: its constructor failed")
+                raise ActorDiedError(name=body["n"].partition(".")[0], host=self.host, pid=os.getpid(), cause=self._broken)
             return getattr(self._actor, body["method"])
         digest = body["f"]
         function = split_payloads(message)[0]

@@ -96,7 +96,7 @@ class Gang:
         entries: list[Entry] = []
         for rank, (args, actor) in enumerate(zip(args_per_rank, self._queues, strict=True)):
             arguments, refs = pack_arguments(args, {})
-            call = Call("task", f"rank {rank}", shipped, arguments, [ref._entry for ref in refs], Entry())
+            call = Call("rank", f"rank {rank}", shipped, arguments, [ref._entry for ref in refs], Entry())
             call.on_yield = lambda message, rank=rank: arrived.put((rank, message))
             call.entry.when_done(lambda rank=rank: arrived.put((rank, None)))
             entries.append(call.entry)
@@ -156,7 +156,7 @@ class Gang:
 def publish_run(session: Session, run: dict[str, Any]) -> None:
     """Tell one agent of a training run; everything that looks at the cluster sees it there."""
     if session.closed is None:
-        session.io.post(session.endpoint.tell, session.endpoint.home, "run", **{"run": run})
+        session.io.post(lambda: session.endpoint.tell(session.endpoint.home, "run", run=run))
 
 
 def _is_echo(entry: Entry) -> bool:

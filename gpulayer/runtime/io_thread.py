@@ -25,11 +25,14 @@ class IOThread:
         self.loop = new_loop()
         self._posted: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._wake_planned = False
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def post(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run `function(*args)` on the loop soon, in the order posted. Callable from any thread."""
+        """Run `function(*args)` on the loop soon, in the order posted. Callable from any thread; after `stop` it does nothing."""
+        if self._stopped:  # the handle of an actor may be collected after the session has ended
+            return
         self._posted.append((function, args))
         if not self._wake_planned:
             self._wake_planned = True
@@ -57,6 +60,7 @@ class IOThread:
 
     def stop(self) -> None:
         """End the loop and the thread."""
+        self._stopped = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=5.0)
 

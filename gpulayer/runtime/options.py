@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,17 +35,24 @@ class Options:
         for key in given:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise UsageError(f"unknown option {key!r}{hint} Known options: {', '.join(known)}")
         need = Resources(_amount(given, "num_cpus", self.need.cpus), _amount(given, "num_gpus", self.need.gpus))
-        return replace(self, need=check_need(need), host=given.get("host", self.host), name=given.get("name", self.name))
+        return replace(self, need=check_need(need), host=_text(given, "host", self.host), name=_text(given, "name", self.name))
 
 
 def _amount(given: dict[str, Any], key: str, default: float) -> float:
     value = given.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UsageError(f"{key}={value!r} is not a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UsageError(f"{key}={value!r} is not a number of {'CPUs' if key == 'num_cpus' else 'GPUs'}")
     return float(value)
+
+
+def _text(given: dict[str, Any], key: str, default: str | None) -> str | None:
+    value = given.get(key, default)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise UsageError(f"{key}={value!r} is not a name")
+    return value
 
 
 TASK_DEFAULT = Options(Resources(cpus=1.0))

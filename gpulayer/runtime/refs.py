@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gpulayer.errors import GPUlayerError, RemoteError, RemoteTraceback, from_facts, to_facts
@@ -35,13 +36,11 @@ class Entry:
 
     def fill(self, frames: Sequence[Buffer], *, shared: bool = False) -> None:
         """The result has arrived. `shared` frames are also used elsewhere, so that loading copies them."""
-        self._frames, self._taken = frames, shared
-        self._finish()
+        self._finish(frames, shared, None)
 
     def fail(self, failure: Message) -> None:
         """A FAIL has arrived instead."""
-        self._failure = failure
-        self._finish()
+        self._finish((), False, failure)
 
     def fail_with(self, error: GPUlayerError) -> None:
         """It failed on this side."""
@@ -54,10 +53,11 @@ class Entry:
         else:
             self.fill(message.frames)
 
-    def _finish(self) -> None:
+    def _finish(self, frames: Sequence[Buffer], shared: bool, failure: Message | None) -> None:
         with self._mutex:
-            if self.done:
+            if self.done:  # the first outcome stays: a call cancelled here may still get an answer
                 return
+            self._frames, self._taken, self._failure = frames, shared, failure
             self.done = True
             self.cancel = None
             callbacks, self._callbacks = self._callbacks, []
@@ -147,7 +147,8 @@ class ObjectRef:
                     arrived.set_result(None)
 
             self._entry.when_done(lambda: loop.call_soon_threadsafe(wake))
-            yield from arrived.__await__()
+            with waiting():
+                yield from arrived.__await__()
         return self._entry.load()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -157,6 +158,9 @@ class ObjectRef:
 
 adopt: Callable[[Address, int, str], ObjectRef] | None = None
 """How this process turns a reference that arrived in a payload into its own; set by the session."""
+
+waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Around a wait for results: a worker that waits lends its CPUs to others; set by the session."""
 
 
 def _adopt(owner: bytes, number: int, name: str) -> ObjectRef:

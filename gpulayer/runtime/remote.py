@@ -116,16 +116,22 @@ def wait(
     wanted = _check_refs(refs, "wait")
     if not 0 < num_returns <= len(wanted):
         raise UsageError(f"num_returns={num_returns} must be between 1 and the number of references, {len(wanted)}")
-    changed = threading.Semaphore(0)
-    for ref in wanted:
-        ref._entry.when_done(changed.release)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while sum(ref._entry.done for ref in wanted) < num_returns:
-        left = None if deadline is None else deadline - time.monotonic()
-        if (left is not None and left <= 0) or not changed.acquire(timeout=left):
-            break
+    if sum(ref._entry.done for ref in wanted) < num_returns:
+        with sessions.current().waiting():
+            _wait_for_some([ref._entry for ref in wanted], num_returns, timeout)
     ready = [ref for ref in wanted if ref._entry.done][:num_returns]
     return ready, [ref for ref in wanted if ref not in ready]
+
+
+def _wait_for_some(entries: Sequence[Entry], count: int, timeout_s: float | None) -> None:
+    changed = threading.Semaphore(0)
+    for entry in entries:
+        entry.when_done(changed.release)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while sum(entry.done for entry in entries) < count:
+        left = None if deadline is None else deadline - time.monotonic()
+        if (left is not None and left <= 0) or not changed.acquire(timeout=left):
+            return
 
 
 def put(value: Any) -> ObjectRef:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from gpulayer.errors import GetTimeoutError, GPUlayerError, NotConnectedError, from_facts
@@ -40,7 +41,9 @@ class Session:
         self.on_tell: dict[str, OnTell] = {"died": self._on_died, "reclaim": lambda *_: self.tasks.give_back_idle()}
         self.shipped_to: dict[Address, set[bytes]] = {}  # functions that a worker has
         self.named: dict[str, Any] = {}  # handles of the named actors made here: a name holds from the moment it is given
-        self.waits_in_call = False  # a worker tells its agent when it waits, see `wait_for`
+        self.waits_in_call = False  # a worker tells its agent when it waits, see `waiting`
+        self.on_wait: Callable[[bool], None] = lambda waits: None
+        self._waits = 0
         self._owned: dict[int, Entry] = {}
         self._numbers: dict[int, int] = {}  # id(entry) -> number, for entries in _owned
         self._next_number = itertools.count(1)
@@ -109,21 +112,35 @@ class Session:
         if self.io.is_current():
             raise RuntimeError("get() from a callback would wait for itself; await the reference instead")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if self.waits_in_call:
-            self.io.post(self.endpoint.tell, self.endpoint.home, "blocked")
         try:
-            for entry in entries:
-                left = None if deadline is None else deadline - time.monotonic()
-                if not entry.wait(left):
-                    raise GetTimeoutError(f"no result within {timeout_s:g} s; the call goes on (gpulayer.cancel(ref) ends it)")
+            with self.waiting():
+                for entry in entries:
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if not entry.wait(left):
+                        raise GetTimeoutError(f"no result within {timeout_s:g} s; the call goes on (gpulayer.cancel(ref) ends it)")
         except KeyboardInterrupt:
             for entry in entries:
                 if entry.cancel is not None:
                     entry.cancel(False)
             raise
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for results, on any thread: a worker that waits in a call lends its CPUs to others."""
+        if not self.waits_in_call:
+            yield
+            return
+        self.io.post(self._count_wait, 1)
+        try:
+            yield
         finally:
-            if self.waits_in_call:
-                self.io.post(self.endpoint.tell, self.endpoint.home, "unblocked")
+            self.io.post(self._count_wait, -1)
+
+    def _count_wait(self, change: int) -> None:
+        before, self._waits = self._waits, self._waits + change
+        if not before or not self._waits:
+            self.on_wait(bool(self._waits))
+            self.endpoint.tell(self.endpoint.home, "blocked" if self._waits else "unblocked")
 
     # --- messages in
 
@@ -163,6 +180,7 @@ class Session:
             return
         address = Address.from_bytes(body["worker"])
         self.shipped_to.pop(address, None)
+        self.named = {name: handle for name, handle in self.named.items() if not handle.is_at(address)}
         self.tasks.worker_died(address)
         self.endpoint.fail_pending(lambda destination: destination == address, from_facts(body))
 
@@ -170,7 +188,7 @@ class Session:
         self.hosts.pop(host.id, None)
         self.tasks.host_lost(host.id)
         if not self.hosts:
-            self.closed = error
+            self.end(error)
 
     # --- life
 
@@ -183,8 +201,8 @@ class Session:
     def end(self, error: GPUlayerError) -> None:
         """From the loop's thread: everything that waits fails with `error`."""
         self.closed = self.closed or error
+        self.tasks.fail_all(error)  # first: what waits must not be sent to a worker that gets free by failing
         self.endpoint.fail_pending(lambda _: True, error)
-        self.tasks.fail_all(error)
 
 
 _current: Session | None = None
@@ -196,6 +214,7 @@ def set_current(session: Session | None) -> None:
     global _current
     _current = session
     refs.adopt = session.adopt if session is not None else None
+    refs.waiting = session.waiting if session is not None else nullcontext
 
 
 def on_missing(make: Callable[[], Session]) -> None:
@@ -224,6 +243,7 @@ def _forget_in_child() -> None:
     global _current
     _current = None
     refs.adopt = None
+    refs.waiting = nullcontext
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpulayer.errors import GPUlayerError, HostLostError, PlacementError, TaskCancelledError, from_facts
 from gpulayer.resources import Address, Host, Resources
-from gpulayer.runtime.calls import Call
+from gpulayer.runtime.calls import HANDED_BACK, Call
 from gpulayer.scheduler.placement import place
 from gpulayer.wire.message import Kind, Message
 
@@ -44,6 +44,7 @@ class _Worker:
     address: Address
     running: dict[int, Call] = field(default_factory=dict[int, Call])
     idle_since_s: float = 0.0
+    waits: bool = False  # what it runs waits for others: nothing may queue behind that
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class TaskPool:
     def _dispatch(self, queue: _Queue) -> None:
         """Send what can be sent, then ask for workers for what cannot."""
         for worker in sorted(queue.workers, key=lambda worker: len(worker.running)):
-            while queue.waiting and len(worker.running) < self._depth(queue):
+            while queue.waiting and not worker.waits and len(worker.running) < self._depth(queue):
                 self._send(queue, worker, queue.waiting.popleft())
         while queue.waiting and queue.requests < min(len(queue.waiting), MAX_REQUESTS):
             if not self._request_worker(queue):
@@ -103,10 +104,16 @@ class TaskPool:
 
         def on_reply(message: Message) -> None:
             worker.running.pop(number, None)
+            worker.waits = bool(worker.running) and (worker.waits or message.body.get("error") == HANDED_BACK)
+            if message.body.get("error") == HANDED_BACK and not call.cancelled:
+                call.sent = None
+                queue.waiting.appendleft(call)
+                self._dispatch(queue)
+                return
             self._note_time(call, message, time.monotonic() - started_s)
             if message.body.get("error") == "ActorDiedError":  # the worker is named after its first task, not this one
                 message.body["facts"]["name"] = call.name
-            call.entry.take(message)
+            call.settle(message)
             if not worker.running:
                 worker.idle_since_s = time.monotonic()
             if queue.waiting:
@@ -201,7 +208,12 @@ class TaskPool:
         if call.sent is None:
             call.entry.fail_with(_cancelled(call))
             return
-        cancel_sent(self._session, call, force)
+        cancel_sent(self._session, call, force and self._is_running(call))
+
+    def _is_running(self, call: Call) -> bool:
+        """Whether a call is the one that its worker runs; others sent ahead can be dropped without ending the worker."""
+        firsts = (next(iter(worker.running.values()), None) for queue in self._queues.values() for worker in queue.workers)
+        return any(first is call for first in firsts)
 
     def worker_died(self, address: Address) -> None:
         """A worker has exited: no more tasks for it."""

@@ -18,6 +18,7 @@ from gpulayer.runtime import session as sessions
 from gpulayer.runtime.executor import Executor
 from gpulayer.runtime.io_thread import IOThread
 from gpulayer.runtime.session import Session
+from gpulayer.wire.context import close_context
 from gpulayer.wire.hello import make_hello
 from gpulayer.wire.message import Buffer, Kind, Message
 from gpulayer.wire.rpc import Dial
@@ -48,11 +49,22 @@ class WorkerProcess:
         hello = make_hello("worker", token=self._config["token"])
         host = self._io.run(session.endpoint.connect(dial, hello))
         session.hosts[host.id] = host
+        session.on_wait = executor.set_waiting
+        executor.host = host.name
         sessions.set_current(session)
         sys.meta_path.append(modules.Finder(self._ask_module, host.name))
         self._io.post(self._tell_status)
         _use_threads(int(self._config["threads"]))
-        executor.run()
+        try:
+            executor.run()
+        finally:
+            self._flush()
+
+    def _flush(self) -> None:
+        """What has been answered leaves before the process ends."""
+        self._io.run(self._session.endpoint.close())
+        self._io.stop()
+        close_context()
 
     def _reply(self, destination: Address, number: int, kind: Kind, body: dict[str, Any], frames: Sequence[Buffer]) -> None:
         self._io.post(self._session.endpoint.reply, destination, number, body, frames, kind)

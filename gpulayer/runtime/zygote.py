@@ -34,6 +34,8 @@ from gpulayer.runtime import worker
 _LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 MARKER = "GPULAYER_WORKER"
+PLACEHOLDER = "0" * 16
+"""What the marker holds in the zygote itself: as long as a worker's id."""
 
 
 def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -149,6 +151,7 @@ class Zygote:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, it would be so in all that user code starts
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
@@ -167,6 +170,7 @@ class Zygote:
 
     def _reap(self) -> None:
         ended: list[tuple[str, int]] = []
+        reaped = False
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -174,13 +178,14 @@ class Zygote:
                 break
             if pid == 0:
                 break
+            reaped = True
             worker_id = self._workers.pop(pid, None)
             if worker_id is not None:
                 _kill_group(pid)
                 ended.append((worker_id, status))
         for worker_id, status in ended:
             self._tell({"exit": worker_id, "status": status})
-        if ended:
+        if reaped:  # also after an orphan's end: what it had started is ours now
             self._kill_orphans()
 
     def _kill_orphans(self) -> None:
@@ -213,7 +218,7 @@ def preload(modules: list[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-        except ImportError as error:
+        except Exception as error:  # noqa: BLE001 - a broken package is the business of whoever uses it, not the end of all workers
             print(f"gpulayer: {name} is not preloaded: {error}", file=sys.stderr)
 
 
@@ -231,13 +236,27 @@ def _become_process(config: dict[str, Any], stdout: int, stderr: int) -> None:
         os.close(fd)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    _mark(config["worker"])
     os.environ.update(config["env"])
-    os.environ[MARKER] = config["worker"]
     os.chdir(config["cwd"])
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+
+
+def _mark(worker_id: str) -> None:
+    """Put the marker where the kernel shows it (`/proc/PID/environ`) for this process and all that it forks or starts.
+
+    The kernel shows the memory in which the zygote got its environment, so the placeholder there is overwritten in place.
+    """
+    placeholder = os.environ.get(MARKER, "")
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    place = getenv(MARKER.encode())
+    if place and len(placeholder) == len(worker_id):
+        ctypes.memmove(place, worker_id.encode(), len(worker_id))
+    os.environ[MARKER] = worker_id
 
 
 def _flush_and_exit(code: int) -> NoReturn:

@@ -10,6 +10,7 @@ room, so that whole devices stay free for those who need them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gpulayer.errors import UsageError
@@ -28,8 +29,8 @@ class Grant:
 
 def check_need(need: Resources) -> Resources:
     """Refuse amounts that cannot mean anything."""
-    if need.cpus < 0 or need.gpus < 0:
-        raise UsageError(f"resources cannot be negative: num_cpus={need.cpus:g}, num_gpus={need.gpus:g}")
+    if not (0 <= need.cpus < math.inf and 0 <= need.gpus < math.inf):
+        raise UsageError(f"resources are numbers from 0 upwards, not num_cpus={need.cpus:g}, num_gpus={need.gpus:g}")
     if need.gpus > 1 and need.gpus != int(need.gpus):
         raise UsageError(
             f"num_gpus={need.gpus:g}: above 1 it must be a whole number of devices; below 1 it may be a fraction of one device"
@@ -57,7 +58,7 @@ class Ledger:
 
     def grant(self, need: Resources) -> Grant | None:
         """Take `need` from what is free, or None if it does not fit now."""
-        if need.cpus > self.cpus_free + _ROUNDING:
+        if need.cpus > max(self.cpus_free, 0.0) + _ROUNDING:
             return None
         chosen = self._choose_gpus(need.gpus)
         if chosen is None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -30,6 +29,18 @@ if TYPE_CHECKING:
     from gpulayer.train.state import TrainerState
 
 Self_ = TypeVar("Self_", bound="LightningModule")
+
+
+class HyperParameters(dict[str, Any]):
+    """A dict whose items are attributes too: `hparams["lr"]` and `hparams.lr`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"there is no hyperparameter {name!r}; known: {', '.join(self) or '(none)'}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
 
 class ModuleHooks:
@@ -116,7 +127,7 @@ class LightningModule(ModuleHooks, nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._trainer: TrainerState | None = None
-        self._hparams: SimpleNamespace | None = None
+        self._hparams = HyperParameters()
 
     def configure_optimizers(self) -> Any:
         """The optimizer, alone or with schedulers, in any of Lightning's forms."""
@@ -203,10 +214,8 @@ class LightningModule(ModuleHooks, nn.Module):
         self.requires_grad_(True).train()
 
     @property
-    def hparams(self) -> SimpleNamespace:
+    def hparams(self) -> HyperParameters:
         """What `save_hyperparameters` kept."""
-        if self._hparams is None:
-            self._hparams = SimpleNamespace()
         return self._hparams
 
     def save_hyperparameters(self, *names: str, ignore: str | list[str] | tuple[str, ...] = ()) -> None:
@@ -220,7 +229,7 @@ class LightningModule(ModuleHooks, nn.Module):
         if unknown:
             raise UsageError(f"save_hyperparameters: {sorted(unknown)} are not arguments of __init__; known: {sorted(given)}")
         chosen = {name: value for name, value in given.items() if name not in ignored and (not names or name in names)}
-        vars(self.hparams).update(chosen)
+        self._hparams.update(chosen)
 
     @classmethod
     def load_from_checkpoint(

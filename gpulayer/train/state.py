@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gpulayer.errors import UsageError
 from gpulayer.train import checkpoint as files
 from gpulayer.train.arguments import TrainerArguments
 from gpulayer.train.callback import Callback
@@ -20,6 +22,7 @@ from gpulayer.train.model_checkpoint import ModelCheckpoint
 from gpulayer.train.optimizers import SchedulerConfig
 from gpulayer.train.rng import RngState
 
+log = logging.getLogger(__name__)
 FORMAT = "2.0.0"  # the version of Lightning's checkpoint layout that ours can be read as
 
 
@@ -71,7 +74,7 @@ class TrainerState:
         self.epoch_metrics.clear()
         self.logbook.enter("train")
 
-    def attach(self, module: nn.Module, subject: nn.Module, hooks: Hooks, emit: Callable[[Event], None]) -> None:
+    def attach(self, module: nn.Module, subject: nn.Module, hooks: Hooks | None, emit: Callable[[Event], None]) -> None:
         """Belong to a run: of `module`, whose weights are `subject`'s, telling `emit`."""
         self.lightning_module, self._subject, self._hooks, self._emit = module, subject, hooks, emit
 
@@ -201,7 +204,7 @@ class TrainerState:
     def save_checkpoint(self, filepath: str) -> None:
         """Write a checkpoint on the caller's machine. May be called on every rank; rank 0's counts."""
         if self._subject is None or self._emit is None:
-            raise ValueError("there is nothing to save before fit")
+            raise UsageError("save_checkpoint: there is nothing to save before fit")
         if self.is_global_zero:
             self._emit(CheckpointReady(str(filepath), self._checkpoint(self._subject)))
 
@@ -211,7 +214,6 @@ class TrainerState:
             self._emit(CheckpointDropped(filepath))
 
     def _checkpoint(self, subject: nn.Module) -> dict[str, Any]:
-        hparams = vars(getattr(subject, "hparams", None) or object) if hasattr(subject, "hparams") else {}
         content: dict[str, Any] = {
             "epoch": self.current_epoch,
             "global_step": self.global_step,
@@ -220,9 +222,19 @@ class TrainerState:
             "callbacks": {callback.state_key: callback.state_dict() for callback in self.callbacks},
             "optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers],
             "lr_schedulers": [config.scheduler.state_dict() for config in self.lr_scheduler_configs],
-            "hyper_parameters": {name: value for name, value in hparams.items() if files.is_plain(value)},
+            "hyper_parameters": _plain_hyperparameters(subject),
             "gpulayer": {"torch_rng": RngState.capture().torch, "world_size": self.world_size},
         }
         if self._hooks is not None:
             self._hooks.call("on_save_checkpoint", content)
         return content
+
+
+def _plain_hyperparameters(subject: nn.Module) -> dict[str, Any]:
+    """Those that a checkpoint can hold: it is read without running code, so objects stay out."""
+    hparams: Any = getattr(subject, "hparams", None)
+    given: dict[str, Any] = dict(hparams) if isinstance(hparams, Mapping) else {}
+    left_out = [name for name, value in given.items() if not files.is_plain(value)]
+    if left_out:
+        log.warning("not in the checkpoint, for they are objects: hyperparameters %s", ", ".join(left_out))
+    return {name: value for name, value in given.items() if name not in left_out}

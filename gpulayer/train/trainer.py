@@ -162,6 +162,7 @@ class Trainer(TrainerState):
                 if isinstance(error.__cause__, UsageError):  # what the caller gave is wrong, not the rank that noticed
                     raise error.__cause__ from error
                 raise
+        self.attach(job.module, job.subject, None, reporter.handle)  # so that save_checkpoint works after the run
         first = results[0]
         assert first.weights is not None
         load_weights(job.subject, first.weights)

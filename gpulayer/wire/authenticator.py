@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -30,6 +31,7 @@ class Authenticator:
         self._loop = loop
         self._allow_list = allow_list
         self._context: zmq.Context[Any] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
         self._lane: Lane | None = None
 
     @property
@@ -49,12 +51,15 @@ class Authenticator:
         except zmq.ZMQError as error:
             socket.close()
             raise GPUlayerError(f"this process has an authenticator already ({error.strerror})") from None
+        self._socket = socket
         self._lane = Lane(socket, self._loop, self._answer)
 
     def stop(self) -> None:
         """Answer no more: from now on every handshake is refused. Connections that are open stay."""
         lane, self._lane = self._lane, None
-        if lane is not None:
+        if lane is not None and self._socket is not None:
+            with suppress(zmq.ZMQError):  # the context may be gone
+                self._socket.unbind(ZAP_ENDPOINT)  # at once; closing alone would free the name some time later
             lane.close()
 
     def _answer(self, frames: list[zmq.Frame]) -> None:

@@ -72,5 +72,9 @@ class Lane:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._on_frames(frames)
+            try:
+                self._on_frames(frames)
+            except BaseException:
+                self._plan_look()  # there may be more, and the descriptor will not say so again
+                raise
         self._plan_look()

@@ -35,6 +35,7 @@ from gpulayer.wire.message import (
 
 WINDOW_BYTES = 16 * CHUNK_BYTES
 CREDIT_BYTES = 4 * CHUNK_BYTES
+KEPT_ENDED = 1024
 
 Transmit = Callable[[Address, bool, list[Buffer]], None]
 """(destination, bulk lane?, frames): hand one frame set to the right lane."""
@@ -59,6 +60,7 @@ class _Incoming:
     waiting: deque[Message] = field(default_factory=deque[Message])
     transfers: dict[int, _Transfer] = field(default_factory=dict[int, "_Transfer"])
     taken_bytes: int = 0
+    early_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -79,18 +81,20 @@ class Courier:
         self._deliver = deliver
         self._out: dict[Address, _Outgoing] = {}
         self._in: dict[Address, _Incoming] = {}
+        self._ended: dict[Address, None] = {}  # the last processes that have, in that order
         self._next_transfer = 0
         self._flush_planned = False
 
     def send(self, destination: Address, message: Message) -> None:
-        """Send one message; its frames must not change any more."""
-        out = self._out.setdefault(destination, _Outgoing())
+        """Send one message; its frames must not change any more. Raises `WireError` if all but its frames is too large."""
         sizes = [len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in message.frames]
         if sum(sizes) > INLINE_BYTES:
             self._next_transfer += 1
             message.transfer = (self._next_transfer, sizes)
-            out.chunks.extend(_chunks(self._next_transfer, message.frames))
         item = encode(message)
+        out = self._out.setdefault(destination, _Outgoing())
+        if message.transfer:
+            out.chunks.extend(_chunks(message.transfer[0], message.frames))
         if out.items and out.items_bytes + len(item) > PACK_BYTES:
             self._flush_one(destination, out)
         out.items.append(item)
@@ -108,19 +112,35 @@ class Courier:
                 self._pump(destination, out)
 
     def receive(self, source: Address, frames: list[zmq.Frame]) -> None:
-        """Take what follows a route: `[pack]` or `[chunk header][data]`. Raises `WireError` if it is neither."""
+        """Take what follows a route: `[pack]` or `[chunk header][data]`. Raises `WireError` for what it cannot take of it."""
         if len(frames) == 2:
             self._take_chunk(source, frames)
             return
         if len(frames) != 1:
             raise WireError(f"a route is followed by 1 or 2 frames, not {len(frames)}")
+        failure: WireError | None = None
         for message in unpack(frames[0].buffer):
-            self._take_message(source, message)
+            try:
+                self._take_message(source, message)
+            except WireError as error:  # the other messages of the pack are not to blame
+                failure = error
+        if failure is not None:
+            raise failure
 
-    def forget(self, peer: Address) -> None:
-        """Drop what waits for, or comes from, a peer that has gone."""
+    def forget(self, peer: Address, *, ended: bool = False) -> None:
+        """Drop what waits for, or has come from, a peer; if its process has `ended`, also chunks of it that still come."""
         self._out.pop(peer, None)
         self._in.pop(peer, None)
+        if ended:
+            self._ended[peer] = None
+            if len(self._ended) > KEPT_ENDED:
+                del self._ended[next(iter(self._ended))]
+
+    def forget_host(self, host: bytes) -> None:
+        """`forget` every process of a host."""
+        for peer in {*self._out, *self._in}:
+            if peer.host == host:
+                self.forget(peer)
 
     def waiting_bytes(self) -> int:
         """Bulk bytes that wait for credit."""
@@ -133,22 +153,23 @@ class Courier:
 
     def _pump(self, destination: Address, out: _Outgoing) -> None:
         route = make_route(destination, _NOBODY)
-        while out.chunks and out.window_bytes > 0:
+        while out.chunks and out.window_bytes >= len(out.chunks[0][2]):
             transfer_id, offset, data = out.chunks.popleft()
             out.window_bytes -= len(data)
             self._transmit(destination, True, [route, chunk_header(transfer_id, offset), data])
 
     def _take_message(self, source: Address, message: Message) -> None:
         if message.kind is Kind.CREDIT:
-            out = self._out.setdefault(source, _Outgoing())
-            out.window_bytes = min(WINDOW_BYTES, out.window_bytes + message.id)
-            self._pump(source, out)
+            out = self._out.get(source)
+            if out is not None:
+                out.window_bytes = min(WINDOW_BYTES, out.window_bytes + message.id)
+                self._pump(source, out)
             return
         incoming = self._in.setdefault(source, _Incoming())
         if message.transfer:
             self._open_transfer(source, incoming, message)
         elif message.kind not in ORDERED or not incoming.waiting:
-            self._deliver(source, message)
+            self._hand_over(source, message)
             return
         incoming.waiting.append(message)
         self._deliver_whole(source, incoming)
@@ -156,33 +177,50 @@ class Courier:
     def _open_transfer(self, source: Address, incoming: _Incoming, message: Message) -> None:
         assert message.transfer is not None
         transfer_id, sizes = message.transfer
-        buffers = [bytearray(size) for size in sizes]
-        message.frames = buffers
         transfer = incoming.transfers.setdefault(transfer_id, _Transfer())
-        transfer.views = [memoryview(buffer) for buffer in buffers]
+        if transfer.views is not None:
+            raise WireError(f"transfer {transfer_id} was announced before")
+        try:
+            message.frames = [bytearray(size) for size in sizes]
+        except (MemoryError, OverflowError):
+            raise WireError(f"there is no memory for a transfer of {sum(sizes)} bytes") from None
+        transfer.views = [memoryview(buffer) for buffer in message.frames]
         transfer.missing_bytes = sum(sizes)
         early, transfer.early = transfer.early, []
-        for offset, data in early:
-            self._fill(source, incoming, transfer, offset, data)
+        incoming.early_bytes -= sum(len(data) for _, data in early)
+        try:
+            for offset, data in early:
+                self._fill(source, incoming, transfer, offset, data)
+        except WireError:
+            del incoming.transfers[transfer_id]
+            raise
 
     def _take_chunk(self, source: Address, frames: list[zmq.Frame]) -> None:
-        incoming = self._in.setdefault(source, _Incoming())
         transfer_id, offset = read_chunk_header(frames[0].buffer)
-        transfer = incoming.transfers.setdefault(transfer_id, _Transfer())
-        if transfer.views is None:
-            transfer.early.append((offset, frames[1]))
+        data = frames[1]
+        if source in self._ended:
             return
-        self._fill(source, incoming, transfer, offset, frames[1])
-        if transfer.missing_bytes <= 0:
-            self._deliver_whole(source, incoming)
+        incoming = self._in.setdefault(source, _Incoming())
+        transfer = incoming.transfers.get(transfer_id)
+        if transfer is not None and transfer.views is not None:
+            self._fill(source, incoming, transfer, offset, data)
+            if not transfer.missing_bytes:
+                self._deliver_whole(source, incoming)
+            return
+        if not len(data) or incoming.early_bytes + len(data) > WINDOW_BYTES:
+            raise WireError(f"an empty chunk, or more than {WINDOW_BYTES} bytes of chunks that no message has announced")
+        incoming.early_bytes += len(data)
+        incoming.transfers.setdefault(transfer_id, _Transfer()).early.append((offset, data))
 
     def _fill(self, source: Address, incoming: _Incoming, transfer: _Transfer, offset: int, data: zmq.Frame) -> None:
         assert transfer.views is not None
         view = data.buffer
+        if len(view) > transfer.missing_bytes:
+            raise WireError("a chunk with more bytes than its transfer misses")
         _copy_into(transfer.views, offset, view)
         transfer.missing_bytes -= len(view)
         incoming.taken_bytes += len(view)
-        if incoming.taken_bytes >= CREDIT_BYTES or transfer.missing_bytes <= 0:
+        if incoming.taken_bytes >= CREDIT_BYTES or not transfer.missing_bytes:
             self.send(source, Message(Kind.CREDIT, incoming.taken_bytes, {}))
             incoming.taken_bytes = 0
 
@@ -191,21 +229,29 @@ class Courier:
         held: deque[Message] = deque()
         while incoming.waiting:
             message = incoming.waiting.popleft()
-            whole = message.transfer is None or incoming.transfers[message.transfer[0]].missing_bytes <= 0
+            whole = message.transfer is None or incoming.transfers[message.transfer[0]].missing_bytes == 0
             if not whole or (held and message.kind in ORDERED):
                 held.append(message)
                 continue
             if message.transfer is not None:
                 del incoming.transfers[message.transfer[0]]
-            self._deliver(source, message)
+            self._hand_over(source, message)
         incoming.waiting = held
+
+    def _hand_over(self, source: Address, message: Message) -> None:
+        try:
+            self._deliver(source, message)
+        except Exception as error:  # noqa: BLE001 - a message that nobody can take must not lose those behind it
+            what = f"a {message.kind.name} from {source} could not be taken"
+            self._loop.call_exception_handler({"message": what, "exception": error})
 
 
 def _chunks(transfer_id: int, frames: object) -> list[tuple[int, int, memoryview]]:
     """(transfer id, offset, data) for each chunk; a chunk never spans two buffers, so that no bytes are joined."""
     offset, found = 0, list[tuple[int, int, memoryview]]()
     for frame in frames:  # pyright: ignore[reportGeneralTypeIssues]
-        view = memoryview(frame).cast("B") if len(frame) else memoryview(b"")
+        view = memoryview(frame)
+        view = view.cast("B") if view.nbytes else memoryview(b"")
         for start in range(0, len(view), CHUNK_BYTES):
             data = view[start : start + CHUNK_BYTES]
             found.append((transfer_id, offset, data))
@@ -214,8 +260,12 @@ def _chunks(transfer_id: int, frames: object) -> list[tuple[int, int, memoryview
 
 
 def _copy_into(views: list[memoryview], offset: int, data: memoryview) -> None:
+    """Copy a chunk to where it belongs. Raises `WireError` unless that is inside one buffer."""
     for view in views:
         if offset < len(view):
+            if offset + len(data) > len(view):
+                break
             view[offset : offset + len(data)] = data
             return
         offset -= len(view)
+    raise WireError("a chunk that does not lie inside one buffer of its transfer")

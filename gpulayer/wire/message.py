@@ -23,6 +23,8 @@ ROUTE_BYTES = 32
 INLINE_BYTES = 64 * 1024
 CHUNK_BYTES = 1024 * 1024
 PACK_BYTES = 512 * 1024
+MESSAGE_BYTES = 3 * 1024 * 1024
+"""What one message may have without its chunks: libzmq cuts a connection on which a larger frame than its limit comes."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -64,10 +66,13 @@ class Message:
 
 
 def encode(message: Message) -> bytes:
-    """One message as bytes, ready for `pack`."""
+    """One message as bytes, ready for `pack`. Raises `WireError` if it has more than `MESSAGE_BYTES`."""
     frames = None if message.transfer else list(message.frames)
     item = (int(message.kind), message.id, message.body, frames, message.transfer)
-    return msgpack.packb(item, use_bin_type=True)  # pyright: ignore[reportReturnType] - it is bytes
+    data: bytes = msgpack.packb(item, use_bin_type=True)  # pyright: ignore[reportAssignmentType] - it is bytes
+    if len(data) > MESSAGE_BYTES:
+        raise WireError(f"a message of {len(data)} bytes does not fit into one frame (at most {MESSAGE_BYTES})")
+    return data
 
 
 def pack(items: Sequence[bytes]) -> bytes:
@@ -88,9 +93,14 @@ def _message(kind: int, number: int, body: Any, frames: Any, transfer: Any) -> M
     if type(number) is not int or not isinstance(body, dict):
         raise WireError("a message is (kind, id, body, frames, transfer)")
     if transfer is None:
-        return Message(Kind(kind), number, body, frames or ())
+        if not isinstance(frames, list):
+            raise WireError("frames are a list of bytes")
+        for frame in frames:
+            if type(frame) is not bytes:
+                raise WireError("frames are a list of bytes")
+        return Message(Kind(kind), number, body, frames)
     transfer_id, sizes = transfer
-    if type(transfer_id) is not int or not all(type(size) is int and size >= 0 for size in sizes):
+    if type(transfer_id) is not int or not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise WireError("a transfer is (id, sizes)")
     return Message(Kind(kind), number, body, (), (transfer_id, sizes))
 

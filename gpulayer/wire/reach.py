@@ -82,7 +82,9 @@ async def _open(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
     if endpoint.startswith("ipc://"):
         return await asyncio.open_unix_connection(endpoint.removeprefix("ipc://"))
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return await asyncio.open_connection(host.strip("[]"), int(port))
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET  # of a name ZeroMQ takes the first IPv4 address, too
+    found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), family=family, type=socket.SOCK_STREAM)
+    return await asyncio.open_connection(str(found[0][4][0]), int(port))
 
 
 def explain_handshake(name: str, failure: Handshake) -> str:
@@ -123,6 +125,7 @@ class Monitor:
             self._loop.remove_reader(self._fd)
             self._fd = -1
             self._watched.disable_monitor()
+            self._socket.close(0)
             if not self.failure.done():
                 self.failure.cancel()
 

@@ -19,7 +19,17 @@ from typing import Any
 
 import zmq
 
-from gpulayer.errors import AuthError, ConnectError, GPUlayerError, HostLostError, VersionMismatchError, from_facts, to_facts
+from gpulayer.errors import (
+    ActorDiedError,
+    AuthError,
+    ConnectError,
+    GPUlayerError,
+    HostLostError,
+    UsageError,
+    VersionMismatchError,
+    from_facts,
+    to_facts,
+)
 from gpulayer.resources import AGENT_PEER, Address, Host
 from gpulayer.wire import reach, security
 from gpulayer.wire.channel import Lane
@@ -28,9 +38,15 @@ from gpulayer.wire.keys import KeyPair
 from gpulayer.wire.message import Buffer, Kind, Message, WireError, read_route
 
 CONTROL, BULK = b"C", b"B"
+NOWHERE = Address(bytes(8))
+"""Where a HELLO goes: to the agent that is being dialled, whose id only its answer tells."""
 CONNECT_TIMEOUT_S = 10.0
 HOST_LOST_S = 15.0
 PING_S = 1.0
+CONFIRM_TRIES = 5
+CONFIRM_PAUSE_S = 0.1
+KEPT_TEXT = 64 * 1024
+"""Characters that are kept of each text in a failure that would not fit into one frame."""
 
 OnReply = Callable[[Message], None]
 OnFrames = Callable[[list[zmq.Frame]], None]
@@ -118,6 +134,7 @@ class Endpoint:
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._dialling: Channel | None = None
+        self._speaking: Channel | None = None  # whose frames are being read
         self._greeting: asyncio.Future[Message] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._home: bytes | None = None
@@ -127,10 +144,10 @@ class Endpoint:
     async def connect(self, dial: Dial, hello: dict[str, Any], timeout_s: float = CONNECT_TIMEOUT_S) -> Host:
         """Shake hands with one agent (one at a time). Raises a `ConnectError` that says what is wrong."""
         await reach.check(dial.name, dial.endpoint, timeout_s)
-        channel = Channel(self.loop, dial, self.peer, self._on_frames)
+        channel = Channel(self.loop, dial, self.peer, lambda frames: self._on_frames(channel, frames))
         self._dialling, self._greeting = channel, self.loop.create_future()
         try:
-            self._courier.send(Address(bytes(8)), Message(Kind.HELLO, 0, hello))
+            self._courier.send(NOWHERE, Message(Kind.HELLO, 0, hello))
             answer = await self._wait_greeting(channel, dial, timeout_s)
             host = Host.from_plain(answer.body["host"])
         except BaseException:
@@ -138,7 +155,7 @@ class Endpoint:
             raise
         finally:
             self._dialling = self._greeting = None
-            self._courier.forget(Address(bytes(8)))
+            self._courier.forget(NOWHERE)
         channel.host = host
         self.channels[host.id] = channel
         self._home = self._home or host.id
@@ -159,16 +176,23 @@ class Endpoint:
         if failed.done():
             raise AuthError(reach.explain_handshake(dial.name, failed.result()), host=dial.name)
         raise ConnectError(
-            f"{dial.name} accepted the connection but did not answer within {timeout_s:g} s; "
-            "is it overloaded, or is a firewall in between?",
+            f"{dial.name} accepted the connection but did not answer within {timeout_s:g} s; is it overloaded, "
+            + (
+                "is a firewall in between, or is it connected already under another name?"
+                if self.channels
+                else "or is a firewall in between?"
+            ),
             host=dial.name,
         )
 
     async def _confirm_loss(self, channel: Channel) -> None:
-        """A dropped connection is not yet a lost host; a port that refuses is."""
+        """A dropped connection is not yet a lost host; a port that refuses is. A process that ends may close that one last."""
         assert channel.host is not None
-        if await reach.refuses(channel.dial.endpoint):
-            self.lose(channel.host.id, "its agent has ended")
+        for _ in range(CONFIRM_TRIES):
+            if await reach.refuses(channel.dial.endpoint):
+                self.lose(channel.host.id, "its agent has ended")
+                return
+            await asyncio.sleep(CONFIRM_PAUSE_S)
 
     def lose(self, host_id: bytes, why: str) -> None:
         """Give a host up: every request that waits for it fails with `HostLostError`."""
@@ -178,8 +202,12 @@ class Endpoint:
         channel.close()
         name = channel.host.name
         error = HostLostError(f"host {name} ({channel.dial.name}) is lost: {why}", host=name)
-        self.fail_pending(lambda address: address.host == host_id, error)
-        self.on_host_lost(channel.host, error)
+        relayed = self._home == host_id
+        if relayed:
+            self._home = next(iter(self.channels), host_id)
+        self.on_host_lost(channel.host, error)  # first: nothing that fails now may be sent there again
+        self.fail_pending(lambda to: to.host == host_id or (relayed and to.host not in self.channels), error)
+        self._courier.forget_host(host_id)
 
     def ping_all(self) -> None:
         """Renew this process's lease with every agent, and give up agents that have been silent for too long."""
@@ -202,10 +230,19 @@ class Endpoint:
         on_reply: OnReply,
         on_yield: OnReply | None = None,
     ) -> int:
-        """Send a request; `on_reply` gets its REPLY or FAIL. Returns the request's id."""
+        """Send a request; `on_reply` gets its REPLY or FAIL, in a later turn of the loop. Returns the request's id."""
         number = next(self._ids)
         self._pending[number] = _Pending(destination, on_reply, on_yield)
-        self._courier.send(destination, Message(kind, number, body, frames))
+        if self._way(destination) is None:
+            lost = HostLostError(
+                f"no agent is connected that leads to host {destination.host.hex()}", host=destination.host.hex()
+            )
+            self.loop.call_soon(self._fail_one, number, lost)
+            return number
+        try:
+            self._courier.send(destination, Message(kind, number, body, frames))
+        except WireError as error:
+            self.loop.call_soon(self._fail_one, number, UsageError(f"the request cannot be sent: {error}"))
         return number
 
     async def ask(self, destination: Address, method: str, /, **params: Any) -> dict[str, Any]:
@@ -229,8 +266,14 @@ class Endpoint:
     def reply(
         self, destination: Address, number: int, body: dict[str, Any], frames: Sequence[Buffer] = (), kind: Kind = Kind.REPLY
     ) -> None:
-        """Answer request `number` of `destination`."""
-        self._courier.send(destination, Message(kind, number, body, frames))
+        """Answer request `number` of `destination`. Too long texts of a failure are cut."""
+        try:
+            self._courier.send(destination, Message(kind, number, body, frames))
+        except WireError as error:
+            if kind is Kind.FAIL:
+                self._courier.send(destination, Message(kind, number, _shortened(body), frames))
+            else:
+                self.fail(destination, number, UsageError(f"the answer cannot be sent: {error}"))
 
     def fail(self, destination: Address, number: int, error: GPUlayerError) -> None:
         """Answer request `number` with an error of our own tree."""
@@ -240,9 +283,13 @@ class Endpoint:
         """Fail every request whose destination is concerned."""
         for number, pending in list(self._pending.items()):
             if concerns(pending.destination):
-                del self._pending[number]
-                self._courier.forget(pending.destination)
-                pending.on_reply(Message(Kind.FAIL, number, to_facts(error)))
+                self._courier.forget(pending.destination, ended=isinstance(error, ActorDiedError))
+                self._fail_one(number, error)
+
+    def _fail_one(self, number: int, error: GPUlayerError) -> None:
+        pending = self._pending.pop(number, None)
+        if pending is not None:  # another's failure may have taken it along
+            pending.on_reply(Message(Kind.FAIL, number, to_facts(error)))
 
     @property
     def home(self) -> Address:
@@ -262,12 +309,18 @@ class Endpoint:
 
     # --- lanes
 
+    def _way(self, destination: Address) -> Channel | None:
+        if destination == NOWHERE:
+            return self._dialling
+        return self.channels.get(destination.host) or self.channels.get(self._home or b"")
+
     def _transmit(self, destination: Address, bulk: bool, frames: list[Buffer]) -> None:
-        channel = self.channels.get(destination.host) or self._dialling or self.channels.get(self._home or b"")
+        channel = self._way(destination)
         if channel is not None:
             channel.send(bulk, frames)
 
-    def _on_frames(self, frames: list[zmq.Frame]) -> None:
+    def _on_frames(self, channel: Channel, frames: list[zmq.Frame]) -> None:
+        self._speaking = channel
         try:
             _, source = read_route(frames[0].buffer)
             self._courier.receive(source, frames[1:])
@@ -284,7 +337,7 @@ class Endpoint:
             if pending is not None and pending.on_yield is not None:
                 pending.on_yield(message)
         elif message.kind in (Kind.WELCOME, Kind.REFUSED):
-            self._take_greeting(source, message)
+            self._take_greeting(message)
         elif message.kind is Kind.TELL and message.body.get("m") == "pong" and source.peer == AGENT_PEER:
             channel = self.channels.get(source.host)
             if channel is not None:
@@ -292,15 +345,29 @@ class Endpoint:
         else:
             self._on_message(source, message)
 
-    def _take_greeting(self, source: Address, message: Message) -> None:
-        if self._greeting is not None and not self._greeting.done():
-            self._greeting.set_result(message)
-        elif message.kind is Kind.REFUSED:  # an agent that does not know us: it was started anew on the same port
-            for host_id, channel in list(self.channels.items()):
-                if message.body.get("port") and channel.dial.endpoint.endswith(f":{message.body['port']}"):
-                    self.lose(host_id, "its agent was restarted")
+    def _take_greeting(self, message: Message) -> None:
+        channel = self._speaking
+        if channel is self._dialling and self._greeting is not None:
+            if not self._greeting.done():
+                self._greeting.set_result(message)
+        elif message.kind is Kind.REFUSED and channel is not None and channel.host is not None:
+            self.lose(
+                channel.host.id, "its agent does not know us any more: it was restarted, or heard nothing from us for too long"
+            )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _shortened(value: Any) -> Any:
+    """The same plain value with each long text cut in its middle."""
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shortened(item) for item in value]
+    if isinstance(value, str) and len(value) > KEPT_TEXT:
+        half = KEPT_TEXT // 2
+        return f"{value[:half]}\n... {len(value) - KEPT_TEXT} characters left out ...\n{value[-half:]}"
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+import gpulayer
 from gpulayer.errors import TrainingError
 
 
@@ -24,21 +26,40 @@ class FakeMember:
     devices: tuple[int, ...] = ()
 
 
-class FakeGang:
+class Workers:
+    """The processes behind a gang. They are kept from one gang to the next, for starting them takes seconds."""
+
     def __init__(self, world_size, folder):
-        self.members = tuple(FakeMember(rank, 0, rank) for rank in range(world_size))
-        self.published = []
+        env = {**os.environ, "PYTHONPATH": str(Path(gpulayer.__path__[0]).parent)}
+        worker = str(Path(__file__).with_name("fake_worker.py"))
         self.processes, self.connections = [], []
         for rank in range(world_size):
             with Listener(str(folder / f"r{rank}"), "AF_UNIX") as listener:
-                worker = str(Path(__file__).with_name("fake_worker.py"))
-                self.processes.append(subprocess.Popen([sys.executable, worker, listener.address]))
+                self.processes.append(subprocess.Popen([sys.executable, worker, listener.address], env=env))
                 self.connections.append(listener.accept())
 
+    def stop(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for connection in self.connections:
+            connection.close()
+
+
+class FakeGang:
+    def __init__(self, workers):
+        self.workers = workers
+        self.members = tuple(FakeMember(rank, 0, rank) for rank in range(len(workers.processes)))
+        self.published = []
+
+    @property
+    def processes(self):
+        return self.workers.processes
+
     def run(self, function, args_per_rank, on_event=None):
-        for connection, args in zip(self.connections, args_per_rank, strict=True):
+        for connection, args in zip(self.workers.connections, args_per_rank, strict=True):
             connection.send_bytes(cloudpickle.dumps((function, args)))
-        results, open_ = {}, dict(zip(self.connections, range(len(self.members)), strict=True))
+        results, open_ = {}, dict(zip(self.workers.connections, range(len(self.members)), strict=True))
         while open_:
             for connection in wait(list(open_)):
                 rank = open_[connection]
@@ -57,31 +78,43 @@ class FakeGang:
         self.published.append(status)
 
     def stop(self):
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        for connection in self.connections:
-            connection.close()
+        self.workers.stop()
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *exc):
-        self.stop()
+    def __exit__(self, kind, error, trace):
+        if error is not None:
+            self.stop()
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory):
+    """Two workers, started again where a test has ended them."""
+    kept = []
+
+    def take(world_size):
+        if kept and any(process.poll() is not None for process in kept[0].processes):
+            kept.clear()
+        if not kept:
+            kept.append(Workers(world_size, tmp_path_factory.mktemp("g")))
+        return kept[0]
+
+    yield take
+    for each in kept:
+        each.stop()
 
 
 @pytest.fixture
-def gangs(monkeypatch, tmp_path_factory):
+def gangs(monkeypatch, workers):
     """Makes the Trainer use fake gangs; the list fills with those that it reserved."""
     made = []
     import gpulayer.train.gang
 
     def reserve(job):
-        count = job.arguments.num_nodes * (job.arguments.devices if isinstance(job.arguments.devices, int) else 1)
-        made.append(FakeGang(count, tmp_path_factory.mktemp("g")))
+        devices = job.arguments.devices
+        made.append(FakeGang(workers(job.arguments.num_nodes * (devices if isinstance(devices, int) else 1))))
         return made[-1]
 
     monkeypatch.setattr(gpulayer.train.gang, "reserve", reserve)
-    yield made
-    for gang in made:
-        gang.stop()
+    return made

@@ -142,7 +142,7 @@ class Notes(Callback):
 
 def test_two_ranks_bring_logs_checkpoints_and_callbacks_to_the_caller(gangs, tmp_path, capfd):
     module, notes = Net(), Notes()
-    saver, stopper = ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_loss", patience=50)
+    saver, stopper = ModelCheckpoint(monitor="loss"), EarlyStopping("val_loss", patience=50)
     trainer = Trainer(
         num_nodes=2, max_epochs=2, callbacks=[notes, saver, stopper], default_root_dir=tmp_path, log_every_n_steps=2
     )
@@ -159,6 +159,8 @@ def test_two_ranks_bring_logs_checkpoints_and_callbacks_to_the_caller(gangs, tmp
     assert capfd.readouterr().err.count("epoch 1/2  step 6") == 1
     assert gangs[0].published[-1]["ranks"] == 2
     assert module._trainer is None
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert torch.equal(files.load(tmp_path / "after.ckpt")["state_dict"]["net.0.weight"], module.net[0].weight)
 
 
 def test_the_failing_rank_is_named_with_its_error(gangs):

@@ -27,7 +27,7 @@ class Guard:
         self.home = home
         self.loop = new_loop()
         self.authenticator = Authenticator(self.loop, AllowList(home))
-        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
     def call(self, function) -> None:
@@ -163,15 +163,12 @@ def test_authenticator_answers_a_burst(guard, asker):
     assert answers == [[b"%d" % number, b"200"] for number in range(2000)]
 
 
-def test_authenticator_runs_from_start_to_stop_and_again(tmp_path):
-    guard = Guard(tmp_path)
-    seen = [guard.authenticator.running]
-    for step in ("start", "start", "stop", "stop", "start"):
+def test_authenticator_runs_from_start_to_stop_and_again(guard):
+    seen = []
+    for step in ("start", "stop", "stop", "start", "start", "stop"):
         guard.call(getattr(guard.authenticator, step))
         seen.append(guard.authenticator.running)
-    guard.close()
-    close_context()
-    assert seen == [False, True, True, False, False, True]
+    assert seen == [True, False, False, True, True, False]
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -184,6 +181,16 @@ def test_authenticator_is_not_running_once_its_loop_is_closed(tmp_path, new_loop
     assert not authenticator.running
     authenticator.stop()
     close_context()
+
+
+def test_another_authenticator_can_start_as_soon_as_the_first_has_stopped(guard):
+    second = Authenticator(guard.loop, AllowList(guard.home))
+    for _ in range(50):
+        guard.call(guard.authenticator.stop)
+        guard.call(second.start)
+        guard.call(second.stop)
+        guard.call(guard.authenticator.start)
+    assert guard.authenticator.running
 
 
 def test_start_refuses_a_second_authenticator(guard):

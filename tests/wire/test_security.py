@@ -56,7 +56,7 @@ class Site:
         self.allow_list = AllowList(home)
         self.loop = asyncio.new_event_loop()
         self.authenticator = Authenticator(self.loop, self.allow_list)
-        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.call(self.authenticator.start)
 
@@ -89,10 +89,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def where(server: zmq.Socket) -> str:
     return server.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
-
-
-def port(server: zmq.Socket) -> int:
-    return int(where(server).rpartition(":")[2])
 
 
 def receive(socket: zmq.Socket) -> list[zmq.Frame]:
@@ -248,7 +244,7 @@ def test_a_second_context_lets_nobody_in_with_our_options(site):
 
 def test_server_stays_up_for_others_while_strangers_send_garbage_and_nothing(site):
     server = site.server()
-    strangers = [plain_sockets.create_connection(("127.0.0.1", port(server))) for _ in range(60)]
+    strangers = [plain_sockets.create_connection(("127.0.0.1", security.bound_port(server))) for _ in range(60)]
     for number, stranger in enumerate(strangers):
         if number % 3:
             stranger.sendall(os.urandom(64) if number % 3 == 1 else b"\xff" + b"\x00" * 7 + b"\x7f\x03")
@@ -298,7 +294,7 @@ def test_nothing_readable_crosses_the_wire(site):
     """A proxy between client and server sees neither the message nor the client's public key."""
     server, seen, marker = site.server(), bytearray(), b"MARKER-" * 20
     with plain_sockets.create_server(("127.0.0.1", 0)) as listener:
-        proxy = threading.Thread(target=forward, args=(listener, port(server), seen))
+        proxy = threading.Thread(target=forward, args=(listener, security.bound_port(server), seen))
         proxy.start()
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         options = {"routing_id": marker, "identity": site.identity, "server_key": site.identity.public}
@@ -364,6 +360,13 @@ def test_sockets_carry_the_options_that_the_layers_above_rely_on(site):
     assert server.get(zmq.ZAP_ENFORCE_DOMAIN) == 1
     assert client.get(zmq.ROUTING_ID) == b"id"
     assert (client.get(zmq.RECONNECT_IVL), client.get(zmq.RECONNECT_IVL_MAX), client.get(zmq.IMMEDIATE)) == (100, 2000, 0)
+
+
+def test_bound_port_is_the_port_that_was_chosen(site):
+    server = site.server("tcp://127.0.0.1:0")
+    port = security.bound_port(server)
+    assert where(server) == f"tcp://127.0.0.1:{port}"
+    plain_sockets.create_connection(("127.0.0.1", port)).close()
 
 
 def test_server_binds_localhost_as_its_address(site):
