@@ -125,10 +125,10 @@ class Client:
         read_route(frames[0])
         return unpack(frames[1])
 
-    def hello(self, kind: str = "driver", **more: Any) -> Message | None:
+    def hello(self, kind: str = "driver", timeout_s: float = 5.0, **more: Any) -> Message | None:
         """Say hello; the agent's answer."""
         self.send(Message(Kind.HELLO, 0, {**make_hello(kind), **more}))
-        return next(iter(self.receive()), None)
+        return next(iter(self.receive(timeout_s)), None)
 
     def ask(self, method: Any, *, to: Address | None = None, number: int = 1, **params: Any) -> Message | None:
         """Ask the agent; its REPLY or FAIL."""

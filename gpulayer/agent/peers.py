@@ -136,7 +136,9 @@ class Peers:
         messages = unpack(frames[2].buffer)
         if not messages or messages[0].kind is not Kind.HELLO or peer_id in self.known:
             self.refused += 1
-            refusal = {"rows": [["first message", messages[0].kind.name if messages else "none", "HELLO"]]}
+            first = messages[0].kind.name if messages else "none"
+            log.warning("refused a %s over %s from a process that has not said hello", first, "TCP" if key else "ipc")
+            refusal = {"rows": [["first message", first, "HELLO"]]}
             self.answer(lane, peer_id, Message(Kind.REFUSED, 0, refusal))
             return
         peer = self._greet(lane, peer_id, key, messages[0])

@@ -20,7 +20,7 @@ from gpulayer.errors import WorkerStartError
 from gpulayer.jobs.logs import OutputLog
 from gpulayer.jobs.spec import describe_exit
 from gpulayer.resources import new_id
-from gpulayer.runtime.zygote import MARKER, PLACEHOLDER, Inbox, send_message
+from gpulayer.runtime.inbox import MARKER, PLACEHOLDER, Inbox, send_message
 
 START_TIMEOUT_S = 60.0
 EXIT_GRACE_S = 0.05

@@ -226,6 +226,7 @@ def _limited(rows: Sequence[dict[str, Text]], what: str, hidden: Collection[str]
 
 
 def stack(parts: Sequence[RenderableType], width: int | None = None) -> RenderableType:
+    """Parts below one another, as wide as `width` columns."""
     from rich.console import Group
     from rich.constrain import Constrain
 

@@ -25,6 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="make keys, and say who may connect",
         description="Your own key, whom it lets in, and which hosts it believes.",
     )
+    parser.set_defaults(run=run)
     verbs = parser.add_subparsers(dest="keys_verb", required=True, metavar="VERB")
     make = verbs.add_parser("make", help="make your key pair")
     make.add_argument("--force", action="store_true", help="replace the pair you have; hosts that know it must be told")

@@ -2,7 +2,7 @@
 
 log = OutputLog()
 for line in log.feed(b"hello\\nwor"): ...     # "hello"
-log.tail                                      # the last lines, whole ones only
+log.tail                                      # the last lines, an unfinished one included
 """
 
 from __future__ import annotations

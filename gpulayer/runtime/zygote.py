@@ -7,7 +7,7 @@ a fork is a clean copy and takes milliseconds. It is the parent of all workers a
 subreaper: a grandchild whose parent dies becomes its child, even after `setsid`), so when the agent goes, however it
 goes, the socket closes and the zygote kills everything below itself.
 
-Messages are JSON with a 4-byte length. In: fork (with stdout and stderr as file descriptors), kill, preload.
+Messages (see runtime/inbox.py) in: fork (with stdout and stderr as file descriptors), kill, preload.
 Out: pid, exit (with the wait status), error.
 """
 
@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import json
 import os
 import random
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import warnings
@@ -30,52 +28,9 @@ from typing import Any, NoReturn
 import psutil
 
 from gpulayer.runtime import worker
+from gpulayer.runtime.inbox import MARKER, Inbox, send_message
 
-_LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-MARKER = "GPULAYER_WORKER"
-PLACEHOLDER = "0" * 16
-"""What the marker holds in the zygote itself: as long as a worker's id."""
-
-
-def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Write one message; `fds` travel with its first byte."""
-    data = json.dumps(message).encode()
-    data = _LENGTH.pack(len(data)) + data
-    if fds:
-        sent = socket.send_fds(sock, [data], list(fds))
-        data = data[sent:]
-    sock.sendall(data)
-
-
-class Inbox:
-    """Reads messages, and the file descriptors that came with them, from a stream socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._data = b""
-        self.fds: list[int] = []
-
-    def read(self) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None when the other side has gone."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self._sock, 65536, 16)
-        except BlockingIOError:
-            return []
-        except ConnectionError:
-            return None
-        if not data:
-            return None
-        self.fds += fds
-        self._data += data
-        messages: list[dict[str, Any]] = []
-        while len(self._data) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
-            if len(self._data) < end:
-                break
-            messages.append(json.loads(self._data[_LENGTH.size : end]))
-            self._data = self._data[end:]
-        return messages
 
 
 class Zygote:
