@@ -9,6 +9,7 @@ echo            an array there and back (MB/s, both ways)      floor: the same b
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -48,19 +49,15 @@ class Floor:
             os._exit(0)
         there.close()
 
-    def round_trip(self, data, kept):
+    def round_trip(self, data, kept, write_bytes):
         sent = got = 0
         self.here.setblocking(False)
         while got < len(data):
             if sent < len(data):
-                try:
-                    sent += self.here.send(data[sent : sent + (1 << 20)])
-                except BlockingIOError:
-                    pass
-            try:
+                with contextlib.suppress(BlockingIOError):
+                    sent += self.here.send(data[sent : sent + write_bytes])
+            with contextlib.suppress(BlockingIOError):
                 got += self.here.recv_into(kept[got:])
-            except BlockingIOError:
-                pass
         self.here.setblocking(True)
 
     def sync(self, count):
@@ -69,11 +66,11 @@ class Floor:
             self.here.recv(1)
 
     def pipelined(self, count):
-        self.round_trip(memoryview(bytes(64 * count)), memoryview(bytearray(64 * count)))
+        self.round_trip(memoryview(bytes(64 * count)), memoryview(bytearray(64 * count)), 64)
 
     def echo(self, array):
         data = memoryview(array).cast("B")
-        self.round_trip(data, memoryview(self.kept)[: len(data)])
+        self.round_trip(data, memoryview(self.kept)[: len(data)], 1 << 20)
 
     kept = bytearray(100 << 20)
 

@@ -1,15 +1,16 @@
 """Train a small GPT on real text: the source code of Python's own standard library, character by character.
 
-    python examples/stdlib_gpt.py
+python examples/stdlib_gpt.py
 """
 
 import ast
 import json
+import math
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import gpulayer
@@ -34,7 +35,7 @@ class GPT(gpulayer.LightningModule):
         return self.blocks(hidden, mask=mask, is_causal=True) @ self.token.weight.T
 
     def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss = cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -49,7 +50,9 @@ def main():
     model = GPT()
     trainer = gpulayer.Trainer(max_steps=150, accelerator="cpu", logger=False, enable_checkpointing=False)
     result = trainer.fit(model, DataLoader(windows, batch_size=32, shuffle=True))
-    print(f"{len(TEXT)} characters, {result.steps} steps, loss {result.metrics['loss']:.2f} (chance: {torch.tensor(len(CHARS)).log():.2f})")
+    print(
+        f"{len(TEXT)} characters, {result.steps} steps, loss {result.metrics['loss']:.2f} (chance: {torch.tensor(len(CHARS)).log():.2f})"
+    )
     return result.metrics["loss"]
 
 

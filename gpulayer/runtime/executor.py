@@ -7,10 +7,12 @@ The IO thread puts calls in with `submit` and may cancel them; everything of the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -154,6 +156,9 @@ class Executor:
         return self._loop.run_until_complete(coroutine)
 
     def _finish(self, key: tuple[Address, int]) -> None:
+        for stream in (sys.stdout, sys.stderr):  # an unfinished line would be lost should the worker be ended now
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # user code may have closed or replaced it
+                stream.flush()
         with self._mutex:
             self._running = None
             self._cancelled.discard(key)

@@ -239,9 +239,9 @@ def current_or_none() -> Session | None:
 
 
 def _forget_in_child() -> None:
-    """A forked child (a DataLoader worker) must not touch its parent's sockets."""
-    global _current
-    _current = None
+    """A forked child (a DataLoader worker) must not touch its parent's sockets, nor connect unless it says so."""
+    global _current, _make
+    _current = _make = None
     refs.adopt = None
     refs.waiting = nullcontext
 

@@ -232,7 +232,6 @@ def test_viewer_reaches_no_worker(own_folders, canary):
             driver.send(call, to=worker)
             (reply,) = driver.receive()
             assert (reply.kind, reply.id) == (Kind.FAIL, 5), "what the driver sends does arrive"
-            print(reply.body)
             assert len(workers_of(agent.pid)) == 1
         log = agent.end()
     assert len(re.findall(r"refused: viewer \S+ tried to send to ", log)) >= 2 * len(Kind)
