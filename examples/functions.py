@@ -43,9 +43,8 @@ def main():
 
         counter = Counter.options(name="counter").remote(100)
         counter.add.remote(1)
-        print(
-            f"counter says {gpulayer.get(counter.add.remote(20))}, from another process: {gpulayer.get(counter.where.remote()) != os.getpid()}"
-        )
+        print(f"counter says {gpulayer.get(counter.add.remote(20))}")
+        print(f"it lives in another process: {gpulayer.get(counter.where.remote()) != os.getpid()}")
         print(f"found by name: {gpulayer.get(gpulayer.get_actor('counter').add.remote(300))}")
 
         try:

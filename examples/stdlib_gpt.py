@@ -50,10 +50,9 @@ def main():
     model = GPT()
     trainer = gpulayer.Trainer(max_steps=150, accelerator="cpu", logger=False, enable_checkpointing=False)
     result = trainer.fit(model, DataLoader(windows, batch_size=32, shuffle=True))
-    print(
-        f"{len(TEXT)} characters, {result.steps} steps, loss {result.metrics['loss']:.2f} (chance: {torch.tensor(len(CHARS)).log():.2f})"
-    )
-    return result.metrics["loss"]
+    loss, chance = result.metrics["loss"], math.log(len(CHARS))
+    print(f"{len(TEXT)} characters, {result.steps} steps, loss {loss:.2f} (guessing: {chance:.2f})")
+    return loss
 
 
 if __name__ == "__main__":

@@ -75,12 +75,19 @@ class Executor:
     def _hand_back(self, source: Address, message: Message) -> None:
         self._reply(source, message.id, Kind.FAIL, {"error": HANDED_BACK}, ())
 
-    def cancel(self, source: Address, number: int) -> None:
-        """Cancel a call, queued or running; one that has finished is left alone."""
+    def cancel(self, source: Address, number: int, *, again: bool = False) -> bool:
+        """Cancel a call, queued or running; one that has finished is left alone.
+
+        True if it runs: a signal that comes just before a system call does not interrupt that, so cancel it `again` soon.
+        """
+        key = (source, number)
         with self._mutex:
-            self._cancelled.add((source, number))
-            if self._running == (source, number):
+            if self._running == key:
+                self._cancelled.add(key)
                 signal.pthread_kill(threading.main_thread().ident or 0, CANCEL_SIGNAL)
+            elif not again:
+                self._cancelled.add(key)
+            return self._running == key
 
     def stop(self) -> None:
         """End `run` after the call that runs now."""

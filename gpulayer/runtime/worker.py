@@ -24,6 +24,7 @@ from gpulayer.wire.message import Buffer, Kind, Message
 from gpulayer.wire.rpc import Dial
 
 STATUS_S = 0.5
+CANCEL_AGAIN_S = 0.1
 ASK_MODULE_TIMEOUT_S = 30.0
 
 
@@ -41,7 +42,7 @@ class WorkerProcess:
         """Connect, serve calls until the agent says otherwise."""
         session, executor = self._session, self._executor
         session.on_call = executor.submit
-        session.on_tell["cancel"] = lambda source, body: executor.cancel(source, int(body["number"]))
+        session.on_tell["cancel"] = lambda source, body: self._cancel(source, int(body["number"]))
         session.on_tell["closing"] = lambda *_: os._exit(0)
         session.endpoint.on_host_lost = lambda *_: os._exit(1)  # without its agent a worker has no purpose
         session.waits_in_call = True
@@ -68,6 +69,10 @@ class WorkerProcess:
 
     def _reply(self, destination: Address, number: int, kind: Kind, body: dict[str, Any], frames: Sequence[Buffer]) -> None:
         self._io.post(self._session.endpoint.reply, destination, number, body, frames, kind)
+
+    def _cancel(self, source: Address, number: int, again: bool = False) -> None:
+        if self._executor.cancel(source, number, again=again):
+            self._io.loop.call_later(CANCEL_AGAIN_S, self._cancel, source, number, True)
 
     def _ask_module(self, name: str) -> tuple[dict[str, Any], bytes] | None:
         caller = self._executor.caller
