@@ -38,7 +38,7 @@ class Counter:
 def main():
     with gpulayer.connect():  # this machine; connect(["gpu1", "gpu2"]) for others
         refs = [count_primes.remote(n, n + 5000) for n in range(0, 20000, 5000)]  # four calls at once
-        total = add.remote(*refs)  # references as arguments: the values never pass through this process's code
+        total = add.remote(*refs)  # references as arguments: no need to wait for their values
         print(f"primes below 20000: {gpulayer.get(total)}")
 
         counter = Counter.options(name="counter").remote(100)

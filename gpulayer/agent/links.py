@@ -19,7 +19,7 @@ from gpulayer.errors import HostLostError
 from gpulayer.resources import AGENT_PEER, Address
 from gpulayer.wire import reach
 from gpulayer.wire.message import Buffer, Kind, Message, encode, make_route, pack
-from gpulayer.wire.rpc import HOST_LOST_S, Channel, Dial
+from gpulayer.wire.rpc import CONFIRM_PAUSE_S, CONFIRM_TRIES, HOST_LOST_S, Channel, Dial
 
 Frames = Sequence[zmq.Frame | Buffer]
 OnLost = Callable[["Link", HostLostError], None]
@@ -138,5 +138,11 @@ class Links:
         task.add_done_callback(self._tasks.discard)
 
     async def _confirm_loss(self, link: Link) -> None:
-        if await reach.refuses(link.channel.dial.endpoint) and self._open.get(link.host) is link:
-            self.lose(link.host, "its agent has ended")
+        """As a session does: a dropped connection is not yet a lost host, a port that refuses is."""
+        for _ in range(CONFIRM_TRIES):
+            if self._open.get(link.host) is not link:
+                return
+            if await reach.refuses(link.channel.dial.endpoint):
+                self.lose(link.host, "its agent has ended")
+                return
+            await asyncio.sleep(CONFIRM_PAUSE_S)

@@ -138,7 +138,8 @@ class Pool:
             worker.kill_reason = worker.kill_reason or "its agent is shutting down"
             if not worker.ready.done():
                 self._ended(worker, worker.kill_reason)
-        self._loop.remove_reader(self._control)
+        if self._control.fileno() >= 0:
+            self._loop.remove_reader(self._control)
         self._control.close()  # the zygote reads the end of the stream, and sweeps
         try:
             await self._loop.run_in_executor(None, self._process.wait, timeout_s)

@@ -29,6 +29,7 @@ from gpulayer.wire.message import Buffer, Kind, Message
 
 Reply = Callable[[Address, int, Kind, dict[str, Any], Sequence[Buffer]], None]
 CANCEL_SIGNAL = signal.SIGUSR1
+MAX_TEXT = 100_000
 
 
 class Executor:
@@ -182,13 +183,21 @@ def describe_failure(error: BaseException) -> tuple[dict[str, Any], list[Buffer]
         return to_facts(error), []
     trace = "".join(traceback.format_exception(type(error), error, _user_part(error)))
     cls = type(error)
-    body = {"error": "user", "type": f"{cls.__module__}.{cls.__qualname__}", "text": _text(error), "traceback": trace}
+    body = {"error": "user", "type": f"{cls.__module__}.{cls.__qualname__}", "text": _clip(_text(error)), "traceback": _clip(trace)}
     try:
         frames = serialize.dumps(error.with_traceback(None))
         serialize.loads(frames)
     except Exception:  # noqa: BLE001 - an exception class may refuse pickling in any way; its text travels instead
         frames = []
     return body, frames
+
+
+def _clip(text: str) -> str:
+    """The ends of a text that is too long for a header (an exception may quote a whole file)."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-half:]}"
 
 
 def _user_part(error: BaseException) -> Any:
