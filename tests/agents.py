@@ -78,11 +78,19 @@ def inside(**options: Any) -> Iterator[Inside]:
 class Client:
     """A DEALER without any of our own code between it and the agent. Its context is its own, so no key is implied."""
 
-    def __init__(self, endpoint: str, identity: KeyPair | None = None, server_key: str = "", peer: bytes | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        identity: KeyPair | None = None,
+        server_key: str = "",
+        *,
+        peer: bytes | None = None,
+        lane: bytes = b"C",
+    ) -> None:
         self.peer = new_id() if peer is None else peer
         self._context: zmq.Context[Any] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self.socket.set(zmq.ROUTING_ID, b"C" + self.peer)
+        self.socket.set(zmq.ROUTING_ID, lane + self.peer)
         self.socket.set(zmq.LINGER, 0)
         if identity is not None:
             self.socket.set(zmq.CURVE_PUBLICKEY, identity.public.encode())
@@ -185,7 +193,8 @@ def outside(*arguments: str, **env: str) -> Iterator[Outside]:
 
 def workers_of(agent: int) -> list[int]:
     """Pids of an agent's workers: children of its zygote that lead a session (what they left to the zygote does not)."""
-    zygotes = [child for child in psutil.Process(agent).children() if "gpulayer.runtime.zygote" in child.cmdline()]
+    children = [child for child in psutil.Process(agent).children() if not is_gone(child.pid)]
+    zygotes = [child for child in children if "gpulayer.runtime.zygote" in child.cmdline()]
     return [child.pid for zygote in zygotes for child in zygote.children() if os.getsid(child.pid) == child.pid]
 
 

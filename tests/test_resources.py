@@ -84,7 +84,7 @@ def test_host_of_an_older_version_gets_defaults() -> None:
     assert Host.from_plain(plain) == Host(b"x" * 8, "old", "", 2.0, 1)
 
 
-@pytest.mark.parametrize("value", [Address(b"x" * 8), GPU, Resources(), HOST, Link("a", "b", 0.001)], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("value", [Address(b"x" * 8), GPU, Resources(), HOST, Link("a", "b", 0.001)], ids=repr)
 def test_value_is_frozen(value: object) -> None:
     name = next(iter(type(value).__slots__))  # type: ignore[attr-defined]
     with pytest.raises(FrozenInstanceError):

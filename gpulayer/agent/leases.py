@@ -124,7 +124,7 @@ class Leases:
 
     def find(self, name: str) -> Lease | None:
         """The actor of that name."""
-        return next((lease for lease in self.active.values() if lease.name == name), None)
+        return next((lease for lease in self.active.values() if name and lease.name == name), None)
 
     def free_text(self) -> str:
         """What is free, for an error message."""

@@ -11,9 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import zmq
+from typing import TYPE_CHECKING, Any
 
 from gpulayer.errors import HostLostError
 from gpulayer.resources import AGENT_PEER, Address
@@ -21,7 +19,10 @@ from gpulayer.wire import reach
 from gpulayer.wire.message import Buffer, Kind, Message, encode, make_route, pack
 from gpulayer.wire.rpc import CONFIRM_PAUSE_S, CONFIRM_TRIES, HOST_LOST_S, Channel, Dial
 
-Frames = Sequence[zmq.Frame | Buffer]
+if TYPE_CHECKING:
+    import zmq
+
+Frames = Sequence["zmq.Frame | Buffer"]
 OnLost = Callable[["Link", HostLostError], None]
 
 

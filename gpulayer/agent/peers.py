@@ -27,6 +27,8 @@ from gpulayer.wire.security import sender_key
 log = logging.getLogger("gpulayer.agent")
 
 _NOWHERE = bytes(8)
+_BULK_LANE_S = 5.0
+_BULK_RETRY_S = 0.005
 
 
 @dataclass(slots=True)
@@ -180,8 +182,11 @@ class Peers:
         if peer is not None:
             if peer.kind == "worker" and source != self._me:
                 peer.callers.add(source)
-            route = make_route(destination, source)
-            if peer.lane.send([(BULK if bulk else CONTROL) + peer.id, route, *frames], copy=False):
+            outgoing = [(BULK if bulk else CONTROL) + peer.id, make_route(destination, source), *frames]
+            if peer.lane.send(outgoing, copy=False):
+                return
+            if bulk:  # a peer says HELLO on its control lane, and the other may take longer to connect
+                self._send_later(peer, outgoing, self._loop.time() + _BULK_LANE_S)
                 return
             if peer.kind == "worker":  # it is ending: its callers, this one too, hear why once its exit has been seen
                 return
@@ -189,6 +194,10 @@ class Peers:
             return
         if not bulk:
             self._bounce(source, frames[0], self.obituary(destination))
+
+    def _send_later(self, peer: Peer, frames: Sequence[zmq.Frame | Buffer], until_s: float) -> None:
+        if self.known.get(peer.id) is peer and not peer.lane.send(frames, copy=False) and self._loop.time() < until_s:
+            self._loop.call_later(_BULK_RETRY_S, self._send_later, peer, frames, until_s)
 
     def _take_own(self, source: Address, frames: Sequence[zmq.Frame | Buffer]) -> None:
         """What is for the agent itself: messages, and never a payload, so that nobody can make it hold one."""

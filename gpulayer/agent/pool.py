@@ -64,6 +64,7 @@ class Pool:
         self._socket_path = socket_path
         self._on_lines = on_lines
         self._on_exit = on_exit
+        self._has_forked = False
         self._control, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "gpulayer.runtime.zygote", str(theirs.fileno())]
@@ -98,6 +99,7 @@ class Pool:
             pipes = self._pipes(worker)
         except OSError as error:
             raise WorkerStartError(f"a worker for {label} cannot start: {error.strerror}: {error.filename or 'pipe'}") from None
+        self._has_forked = True
         self._send({"op": "fork", "config": config}, pipes)
         self.workers[worker_id] = worker
         return worker
@@ -141,6 +143,8 @@ class Pool:
         if self._control.fileno() >= 0:
             self._loop.remove_reader(self._control)
         self._control.close()  # the zygote reads the end of the stream, and sweeps
+        if not self._has_forked:  # then there is nothing to sweep, and it may be busy importing for seconds yet
+            self._process.terminate()
         try:
             await self._loop.run_in_executor(None, self._process.wait, timeout_s)
         except subprocess.TimeoutExpired:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from gpulayer import __version__
@@ -24,12 +25,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb; errors of ours are one message on stderr and exit code 1, never a traceback."""
     args = make_parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except GPUlayerError as error:
         print(f"gpulayer: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `gpulayer status | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at exit would fail as well
         return 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpulayer.config import Settings
-from gpulayer.errors import ConnectError, GPUlayerError
+from gpulayer.errors import ConnectError, GPUlayerError, UsageError
 from gpulayer.resources import DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def run_up(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "gpulayer.agent", "--bind", args.bind, "--port", str(args.port)]
     command += ["--name", args.name, "--zone", args.zone, "--preload", "torch"]
     if args.cpus is not None:
+        if not 0 < args.cpus < float("inf"):
+            raise UsageError(f"--cpus {args.cpus:g} is not a number of CPUs to offer; leave it out to offer all")
         command += ["--cpus", str(args.cpus)]
     if args.detach:
         return _detach(settings, command)
@@ -68,21 +71,23 @@ def _detach(settings: Settings, command: list[str]) -> int:
     log_path = folder / "agent.log"
     env = {**agent_environment(settings), "GPULAYER_LOG": settings.log_level.lower()}
     with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "ab") as log:
+        before_bytes = os.fstat(log.fileno()).st_size
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=env, start_new_session=True
         )
     assert process.stdout is not None
+    if not select.select([process.stdout], [], [], _START_S)[0]:
+        process.kill()
+        raise ConnectError(f"the agent did not start within {_START_S:g} s  (log: {log_path})")
     line = process.stdout.readline()  # the agent prints one line when it is ready, and closes the pipe when it ends
     if not line:
-        raise ConnectError(f"the agent did not start (exit code {process.wait()}): {_last_line(log_path)}  (log: {log_path})")
+        said = log_path.read_bytes()[before_bytes:].decode(errors="replace").rpartition("gpulayer: ")[2].strip()
+        raise ConnectError(
+            f"the agent did not start (exit code {process.wait()}): {said or 'it said nothing'}\n(log: {log_path})"
+        )
     ready = json.loads(line)
     print(f"agent running: pid {ready['pid']}, port {ready['port']}, log {log_path}; end it with: gpulayer down")
     return 0
-
-
-def _last_line(path: Any) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
 
 
 def run_down(args: argparse.Namespace) -> int:

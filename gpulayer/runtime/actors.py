@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import gpulayer.runtime.connect  # noqa: F401 - so that a first remote call can connect by itself
+import gpulayer.runtime.connect  # noqa: F401  # pyright: ignore[reportUnusedImport] - a first remote call connects by itself
 from gpulayer.errors import ActorDiedError, GetTimeoutError, GPUlayerError, TaskCancelledError, UsageError, from_facts
 from gpulayer.resources import Address
 from gpulayer.runtime import session as sessions

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -232,10 +233,9 @@ def _read_ready(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 async def _shake_hands(session: Session, dials: list[Dial], timeout_s: float) -> None:
     torch = _installed_torch()
+    await _refuse_twins(dials)
     for dial in dials:
         host = await session.endpoint.connect(dial, make_hello("driver", torch=torch), timeout_s)
-        if host.id in session.hosts:
-            raise UsageError(f"{dial.name} and {session.hosts[host.id].name} are the same agent, listed twice")
         session.hosts[host.id] = host
     introductions = [
         {"id": host_id, "name": channel.dial.name, "endpoint": channel.dial.endpoint, "key": channel.dial.server_key or ""}
@@ -245,6 +245,20 @@ async def _shake_hands(session: Session, dials: list[Dial], timeout_s: float) ->
         for host_id in session.hosts:
             await session.endpoint.ask(Address(host_id), "peers", hosts=introductions)
     session.start_pings()
+
+
+async def _refuse_twins(dials: list[Dial]) -> None:
+    """Two names of one agent: it would not answer the second, since it has a connection of ours already."""
+    names: dict[Any, str] = {}
+    for dial in dials if len(dials) > 1 else ():
+        host, port = parse_address(dial.endpoint.removeprefix("tcp://"))
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        except OSError:
+            continue  # a name that is unknown: connecting to it says so
+        for *_, address in found:
+            if names.setdefault(address, dial.name) != dial.name:
+                raise UsageError(f"{dial.name} and {names[address]} are the same agent, listed twice")
 
 
 def _installed_torch() -> str:

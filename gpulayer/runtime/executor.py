@@ -38,6 +38,7 @@ class Executor:
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
         self._calls: queue.SimpleQueue[tuple[Address, Message] | None] = queue.SimpleQueue()
+        self._shipped: dict[bytes, Sequence[Buffer]] = {}  # functions that have arrived and were not called yet
         self._functions: dict[bytes, Any] = {}
         self._actor: Any = None
         self._cancelled: set[tuple[Address, int]] = set()
@@ -54,7 +55,10 @@ class Executor:
     # --- from the IO thread
 
     def submit(self, source: Address, message: Message) -> None:
-        """Queue one call."""
+        """Queue one call. The function that it brings is kept in any case: its caller will not send that again."""
+        function = split_payloads(message)[0]
+        if function:
+            self._shipped[message.body["f"]] = function
         if self._waiting and message.body["op"] == "task":
             self._hand_back(source, message)
         else:
@@ -117,7 +121,7 @@ class Executor:
             frames = self._call(message)
         except SystemExit:  # ends the process, and its callers hear that from the agent
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever user code raises is its caller's
             self._finish(key)
             if message.body["op"] == "create":
                 self._broken = f"its constructor failed with {type(error).__name__}: {_text(error)}"
@@ -152,9 +156,9 @@ class Executor:
                 raise ActorDiedError(name=body["n"].partition(".")[0], host=self.host, pid=os.getpid(), cause=self._broken)
             return getattr(self._actor, body["method"])
         digest = body["f"]
-        function = split_payloads(message)[0]
-        if function:
-            self._functions[digest] = serialize.loads(function)
+        if digest in self._shipped:
+            self._functions[digest] = serialize.loads(self._shipped[digest])
+            del self._shipped[digest]
         return self._functions[digest]
 
     def _run_coroutine(self, coroutine: Any) -> Any:
@@ -183,7 +187,12 @@ def describe_failure(error: BaseException) -> tuple[dict[str, Any], list[Buffer]
         return to_facts(error), []
     trace = "".join(traceback.format_exception(type(error), error, _user_part(error)))
     cls = type(error)
-    body = {"error": "user", "type": f"{cls.__module__}.{cls.__qualname__}", "text": _clip(_text(error)), "traceback": _clip(trace)}
+    body = {
+        "error": "user",
+        "type": f"{cls.__module__}.{cls.__qualname__}",
+        "text": _clip(_text(error)),
+        "traceback": _clip(trace),
+    }
     try:
         frames = serialize.dumps(error.with_traceback(None))
         serialize.loads(frames)

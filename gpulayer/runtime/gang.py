@@ -12,25 +12,28 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from gpulayer.errors import GPUlayerError, PlacementError, TrainingError, UsageError, VersionMismatchError
+from gpulayer.errors import GPUlayerError, PlacementError, TrainingError, UsageError, VersionMismatchError, from_facts
 from gpulayer.resources import Address, Host, Resources, new_id
 from gpulayer.runtime import session as sessions
 from gpulayer.runtime.actors import ActorQueue, lease_body, release
 from gpulayer.runtime.calls import Call, Shipped, pack_arguments
+from gpulayer.runtime.connect import disconnect
 from gpulayer.runtime.options import Options
 from gpulayer.runtime.refs import Entry
 from gpulayer.runtime.session import Session
 from gpulayer.scheduler.placement import place_gang
 from gpulayer.wire import serialize
-from gpulayer.wire.message import Message
+from gpulayer.wire.message import Kind, Message
 
-RESERVE_TRIES = 5
-RESERVE_PAUSE_S = 0.3
+RESERVE_TRIES = 6
+RESERVE_PAUSE_S = 0.15
 ECHO_S = 3.0
 """How long a failure that looks like the echo of another rank's waits for that other one to show."""
 
@@ -57,45 +60,110 @@ class Member:
     devices: tuple[int, ...]
 
 
-class Gang:
-    """See the module's docstring. Made by `reserve`."""
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """One rank's worker, granted."""
 
-    def __init__(self, session: Session, name: str, members: tuple[Member, ...], queues: tuple[ActorQueue, ...]) -> None:
-        self.members = members
+    member: Member
+    actor: ActorQueue
+
+
+class _Reservation:
+    """The seats of one gang: those granted so far, and how they are given back. For the IO thread.
+
+    A grant that arrives after `release` (Ctrl-C came while the worker was starting) is given back at once.
+    """
+
+    def __init__(self, session: Session, name: str, modules: Sequence[str]) -> None:
+        self.session = session
         self.name = name
-        self._session = session
-        self._queues = queues
+        self.modules = list(modules)
+        self.seats: dict[int, _Seat] = {}  # by rank
+        self._released = ""
+
+    def take(self, seat: _Seat) -> None:
+        """A rank has its worker."""
+        if self._released:
+            release(self.session, seat.actor, self._released)
+        else:
+            self.seats[seat.member.rank] = seat
+
+    def release(self, reason: str) -> None:
+        """End every worker."""
+        self._released = reason
+        self.give_back(reason)
+
+    def give_back(self, reason: str) -> None:
+        """End the workers that are there, to reserve anew."""
+        seats, self.seats = self.seats, {}
+        for seat in seats.values():
+            release(self.session, seat.actor, reason)
+
+
+class Gang:
+    """See the module's docstring. Made by `reserve`; one that nobody holds any more has ended, too."""
+
+    def __init__(self, reservation: _Reservation) -> None:
+        self.name = reservation.name
+        self.members: tuple[Member, ...] = ()
+        self._session = reservation.session
+        self._queues: tuple[ActorQueue, ...] = ()
         self._id = new_id().hex()
-        self._stopped = False
+        reason = f"the run {self.name!r} has ended"
+        self._end = weakref.finalize(self, self._session.io.post, reservation.release, reason)
+        self._end.atexit = False  # at exit the session ends everything
 
     @classmethod
-    def reserve(cls, *, num_nodes: int, devices: int, accelerator: str, name: str = "fit", host: str | None = None) -> Gang:
+    def reserve(
+        cls,
+        *,
+        num_nodes: int,
+        devices: int,
+        accelerator: str,
+        name: str = "fit",
+        host: str | None = None,
+        modules: Sequence[str] = ("torch",),
+    ) -> Gang:
         """Workers on `num_nodes` hosts, `devices` on each: all, or none.
 
-        Raises `PlacementError` (too few hosts or devices, with what each host has) or `VersionMismatchError` (torch differs).
+        They have imported `modules` before they begin; a host imports them once for all workers that come after. Connects to
+        this machine if there is no session. Raises `PlacementError` (too few hosts or devices, with what each host has) or
+        `VersionMismatchError` (torch differs); after that nothing is kept, a session made for this neither.
         """
         if num_nodes < 1 or devices < 1:
             raise UsageError(f"num_nodes={num_nodes} and devices={devices} must be at least 1")
-        session = sessions.current()
-        members, queues = session.io.run(_reserve(session, num_nodes, devices, accelerator, name, host))
-        return cls(session, name, members, queues)
+        with session_for_run() as session:
+            reservation = _Reservation(session, name, modules)
+            gang = cls(reservation)
+            try:
+                session.io.run(_reserve(reservation, num_nodes, devices, accelerator, host))
+            except BaseException:
+                gang.stop()
+                raise
+        seats = [reservation.seats[rank] for rank in range(num_nodes * devices)]
+        gang.members, gang._queues = tuple(seat.member for seat in seats), tuple(seat.actor for seat in seats)
+        return gang
 
     def run(
         self,
         function: Callable[..., Any],
         args_per_rank: Sequence[tuple[Any, ...]],
         on_event: Callable[[int, Any], None] | None = None,
+        *,
+        common: tuple[Any, ...] = (),
     ) -> list[Any]:
-        """Run `function(*args)` once on every rank, at once; returns the results in rank order.
+        """Run `function(*common, *args)` once on every rank, at once; returns the results in rank order.
 
+        Each of `common` is pickled once for all ranks: the place for what is large, and for what must keep its identities.
         `on_event(rank, value)` is called here for each `report(value)` in a worker. Raises `TrainingError` from the exception of
         the first rank that failed, after the whole gang has been stopped.
         """
         arrived: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         shipped = Shipped.of(function, self.name)
+        shared = [self._session.put(serialize.dumps(value)) for value in common]
         entries: list[Entry] = []
         for rank, (args, actor) in enumerate(zip(args_per_rank, self._queues, strict=True)):
-            arguments, refs = pack_arguments(args, {})
+            arguments, refs = pack_arguments((*shared, *args), {})
             call = Call("rank", f"rank {rank}", shipped, arguments, [ref._entry for ref in refs], Entry())
             call.on_yield = lambda message, rank=rank: arrived.put((rank, message))
             call.entry.when_done(lambda rank=rank: arrived.put((rank, None)))
@@ -140,17 +208,25 @@ class Gang:
 
     def stop(self) -> None:
         """End the workers. More than once is fine."""
-        if self._stopped:
-            return
-        self._stopped = True
-        for actor in self._queues:
-            self._session.io.post(release, self._session, actor, f"the run {self.name!r} has ended")
+        self._end()
 
     def __enter__(self) -> Gang:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
+
+
+@contextmanager
+def session_for_run() -> Iterator[Session]:
+    """The session, made if there is none; one that was made for this ends if the block fails, so that the caller can choose."""
+    connected = sessions.current_or_none() is not None
+    try:
+        yield sessions.current()
+    except BaseException:
+        if not connected:
+            disconnect()
+        raise
 
 
 def publish_run(session: Session, run: dict[str, Any]) -> None:
@@ -167,65 +243,66 @@ def _is_echo(entry: Entry) -> bool:
     return "torch.distributed" in text or any(mark in text for mark in _ECHOES)
 
 
-async def _reserve(
-    session: Session, num_nodes: int, devices: int, accelerator: str, name: str, host: str | None
-) -> tuple[tuple[Member, ...], tuple[ActorQueue, ...]]:
+_unanswered: weakref.WeakKeyDictionary[Session, set[asyncio.Future[None]]] = weakref.WeakKeyDictionary()
+"""The questions for workers that each session's hosts have not answered yet."""
+
+
+async def _reserve(reservation: _Reservation, num_nodes: int, devices: int, accelerator: str, host: str | None) -> None:
+    session, name = reservation.session, reservation.name
+    if earlier := _unanswered.get(session):
+        await asyncio.wait(set(earlier))  # what a run that was interrupted has asked for is given back once it is there
     on_gpu = accelerator in ("gpu", "cuda", "rocm")
     chosen = place_gang(
         num_nodes, Resources(float(devices), float(devices) if on_gpu else 0.0), session.cluster(), host=host
     ).hosts
     _check_torch(chosen)
     for attempt in range(RESERVE_TRIES):
-        answers = await _ask_leases(session, chosen, devices, on_gpu, name)
-        errors = [answer for answer in answers if isinstance(answer, GPUlayerError)]
+        errors = await _ask_leases(reservation, chosen, devices, on_gpu)
         if not errors:
-            return _members(session, chosen, devices, [answer for answer in answers if isinstance(answer, dict)])
-        await _give_back(session, chosen, devices, answers)
-        worst = next((error for error in errors if not error.facts.get("busy")), None)
+            return
+        reservation.give_back("the gang is not complete")
+        worst = next((error for _, error in errors if not error.facts.get("busy")), None)
         if worst is not None or attempt == RESERVE_TRIES - 1:
             raise worst or PlacementError(
                 f"no room for the run {name!r} now: other work holds the hosts; wait for it, or end it (gpulayer top shows it)",
-                rejected=[(host_.name, str(error)) for host_, error in zip(chosen, errors, strict=False)],
+                rejected=[(host_.name, str(error)) for host_, error in errors],
             )
         await asyncio.sleep(RESERVE_PAUSE_S * 2**attempt)
-    raise AssertionError("unreachable")
 
 
-async def _ask_leases(session: Session, hosts: Sequence[Host], devices: int, on_gpu: bool, name: str) -> list[Any]:
-    async def ask(host: Host, rank: int) -> Any:
-        cpus = 0.0 if on_gpu else max(1.0, host.cpus // devices)
-        options = Options(Resources(cpus, 1.0 if on_gpu else 0.0))
-        body = lease_body(options, f"{name} rank {rank}", "gang", wait=False)
-        body.update(modules=["torch"], name="")
-        del body["m"]
-        try:
-            return await session.endpoint.ask(Address(host.id), "lease", **body)
-        except GPUlayerError as error:
-            return error
-
-    asks = [ask(host, node * devices + local) for node, host in enumerate(hosts) for local in range(devices)]
-    return await asyncio.gather(*asks)
-
-
-async def _give_back(session: Session, hosts: Sequence[Host], devices: int, answers: list[Any]) -> None:
-    for position, answer in enumerate(answers):
-        if isinstance(answer, dict):
-            host = hosts[position // devices]
-            await session.endpoint.ask(Address(host.id), "release", worker=answer["worker"], reason="the gang is not complete")
-
-
-def _members(
-    session: Session, hosts: Sequence[Host], devices: int, answers: list[dict[str, Any]]
-) -> tuple[tuple[Member, ...], tuple[ActorQueue, ...]]:
-    members: list[Member] = []
-    queues: list[ActorQueue] = []
-    for rank, answer in enumerate(answers):
+async def _ask_leases(
+    reservation: _Reservation, hosts: Sequence[Host], devices: int, on_gpu: bool
+) -> list[tuple[Host, GPUlayerError]]:
+    """Ask for every seat at once; those granted go to the reservation, also after a Ctrl-C here. Returns who refused."""
+    endpoint, loop = reservation.session.endpoint, reservation.session.io.loop
+    refused: list[tuple[Host, GPUlayerError]] = []
+    asks: set[asyncio.Future[None]] = set()
+    unanswered = _unanswered.setdefault(reservation.session, set())
+    for rank in range(len(hosts) * devices):
         node, local = divmod(rank, devices)
-        host = hosts[node]
-        ip = session.endpoint.channels[host.id].reached_at
-        members.append(Member(rank, local, node, host.name, ip, tuple(answer["devices"])))
-        queues.append(ActorQueue(session, Address(host.id, answer["worker"])))
-    return tuple(members), tuple(queues)
+        host, answered = hosts[node], loop.create_future()
+        channel = endpoint.channels.get(host.id)
+        member = Member(rank, local, node, host.name, channel.reached_at if channel else "", ())
+
+        def on_answer(
+            answer: Message, host: Host = host, member: Member = member, answered: asyncio.Future[None] = answered
+        ) -> None:
+            if answer.kind is Kind.FAIL:
+                refused.append((host, from_facts(answer.body)))
+            else:
+                actor = ActorQueue(reservation.session, Address(host.id, answer.body["worker"]))
+                reservation.take(_Seat(replace(member, devices=tuple(answer.body["devices"])), actor))
+            answered.set_result(None)
+            unanswered.discard(answered)
+
+        cpus = 0.0 if on_gpu else max(1.0, host.cpus // devices)
+        need = Options(Resources(cpus, 1.0 if on_gpu else 0.0))
+        body = lease_body(need, f"{reservation.name} rank {rank}", "gang", wait=False)
+        endpoint.request(Address(host.id), Kind.ASK, {**body, "modules": reservation.modules}, (), on_answer)
+        asks.add(answered)
+        unanswered.add(answered)
+    await asyncio.wait(asks)
+    return refused
 
 
 def _check_torch(hosts: Sequence[Host]) -> None:

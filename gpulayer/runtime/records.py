@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,19 +37,22 @@ def write(folder: Path, name: str, host: Host, socket_path: str, port: int | Non
 
 
 def remove(folder: Path, name: str) -> None:
-    """Take the record and the socket away."""
-    for suffix in (".json", ".sock"):
-        (folder / f"{name}{suffix}").unlink(missing_ok=True)
+    """Take away the record, the socket, its lock and what workers left in their folders."""
+    for leftover in (f"{name}.json", f"{name}.sock", f".{name}.sock.lock"):
+        (folder / leftover).unlink(missing_ok=True)
+    shutil.rmtree(folder / f"{name}.work", ignore_errors=True)
 
 
 def read_all(folder: Path) -> list[Record]:
-    """Every agent of this user that is running; records of agents that ended without a word are removed."""
+    """Every agent of this user that is running; what agents left that ended without a word is removed."""
     found: list[Record] = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         try:
             record = Record(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue  # being written or removed, or of another version: not ours to judge
+        if record.name != path.stem or type(record.pid) is not int or not isinstance(record.born_s, float):
+            continue
         if is_running(record.pid, record.born_s):
             found.append(record)
         else:
@@ -61,5 +65,5 @@ def is_running(pid: int, born_s: float) -> bool:
     try:
         process = psutil.Process(pid)
         return abs(process.create_time() - born_s) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+    except (psutil.Error, ValueError):
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -117,7 +117,9 @@ class Session:
                 for entry in entries:
                     left = None if deadline is None else deadline - time.monotonic()
                     if not entry.wait(left):
-                        raise GetTimeoutError(f"no result within {timeout_s:g} s; the call goes on (gpulayer.cancel(ref) ends it)")
+                        raise GetTimeoutError(
+                            f"no result within {timeout_s:g} s; the call goes on (gpulayer.cancel(ref) ends it)"
+                        )
         except KeyboardInterrupt:
             for entry in entries:
                 if entry.cancel is not None:
@@ -125,7 +127,7 @@ class Session:
             raise
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> Generator[None, None, None]:
         """Around a wait for results, on any thread: a worker that waits in a call lends its CPUs to others."""
         if not self.waits_in_call:
             yield

@@ -87,7 +87,10 @@ class Zygote:
     def _fork(self, config: dict[str, Any], stdout: int, stderr: int) -> None:
         if config.get("preload"):
             preload(config["preload"])
-        assert threading.active_count() == 1, f"the zygote must stay single-threaded: {threading.enumerate()}"
+        if threading.active_count() > 1:  # the thread would be missing in the fork, with the locks that it holds
+            text = f"a preloaded module has started a thread, so nothing can be forked; preloaded: {config.get('preload')}"
+            self._tell({"error": text, "worker": config["worker"]})
+            return
         parent = os.getpid()
         with warnings.catch_warnings():  # numpy's idle BLAS threads have fork handlers of their own
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -173,7 +176,7 @@ def preload(modules: list[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - a broken package is the business of whoever uses it, not the end of all workers
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken package is its user's business, not the end of all workers
             print(f"gpulayer: {name} is not preloaded: {error}", file=sys.stderr)
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from gpulayer.errors import UsageError
 from gpulayer.resources import Host
-from gpulayer.runtime import session as sessions
 from gpulayer.runtime.context import report
-from gpulayer.runtime.gang import Gang
+from gpulayer.runtime.gang import Gang, session_for_run
 from gpulayer.train.checkpoint import to_bytes
 from gpulayer.train.events import CheckpointReady, Event, MetricsLogged
 from gpulayer.train.job import FitJob, RankResult
@@ -22,14 +21,17 @@ from gpulayer.train.loop import FitLoop
 from gpulayer.train.state import TrainerState
 from gpulayer.train.strategy import Distributed, RankPlace, open_store
 
+WORKER_MODULES = ("torch", "torch._dynamo", "gpulayer.train.gang")
+"""What each rank needs and takes seconds to import: the first optimizer that a process makes imports torch._dynamo."""
+
 
 def reserve(job: FitJob) -> Gang:
     """The workers that the job asks for, all or none. "auto" is what the hosts have, not what this machine has."""
     arguments = job.arguments
-    devices, accelerator = resolve(
-        arguments.devices, arguments.accelerator, arguments.num_nodes, sessions.current().cluster().hosts
-    )
-    return Gang.reserve(num_nodes=arguments.num_nodes, devices=devices, accelerator=accelerator, name="fit")
+    nodes = arguments.num_nodes
+    with session_for_run() as session:
+        devices, accelerator = resolve(arguments.devices, arguments.accelerator, nodes, session.cluster().hosts)
+        return Gang.reserve(num_nodes=nodes, devices=devices, accelerator=accelerator, name="fit", modules=WORKER_MODULES)
 
 
 def resolve(devices: int | str, accelerator: str, num_nodes: int, hosts: Sequence[Host]) -> tuple[int, str]:
@@ -55,7 +57,7 @@ def fit_in_gang(gang: Gang, job: FitJob, handle: Callable[[Event], None]) -> lis
         handle(event)
 
     addresses = gang.run(open_store, [(place,) for place in places], on_event=on_event)
-    return gang.run(rank_main, [(job, place, addresses[0]) for place in places], on_event=on_event)
+    return gang.run(rank_main, [(place, addresses[0]) for place in places], on_event=on_event, common=(job,))
 
 
 def rank_main(job: FitJob, place: RankPlace, store_address: tuple[str, int]) -> RankResult:

@@ -53,9 +53,17 @@ def is_overridden(owner: Any, name: str) -> bool:
         return True
     for cls in type(owner).__mro__:
         if name in cls.__dict__:
-            lightning = cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
-            return cls not in _OUR_BASES and not (lightning and cls.__name__ in _LIGHTNING_BASES)
+            return cls not in _OUR_BASES and not (_of_lightning(cls) and cls.__name__ in _LIGHTNING_BASES)
     return False
+
+
+def is_lightning(module: Any) -> bool:
+    """Whether `module` is a LightningModule of Lightning's own make."""
+    return any(_of_lightning(cls) and cls.__name__ == "LightningModule" for cls in type(module).__mro__)
+
+
+def _of_lightning(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def refuse_unsupported(module: Any) -> None:

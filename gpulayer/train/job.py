@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from gpulayer.errors import GPUlayerError
 from gpulayer.train.arguments import TrainerArguments
 from gpulayer.train.callback import Callback
 from gpulayer.train.rng import RngState
+from gpulayer.train.state import TrainerState
+from gpulayer.wire import serialize
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class FitJob:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank hands back. Weights, optimizer state and callbacks come from rank 0 alone, and only from afar."""
+    """What one rank hands back. What was added to the model, weights, optimizer state and callbacks come from rank 0 alone,
+    and only from afar."""
 
     steps: int
     epochs: int
@@ -47,9 +50,10 @@ class RankResult:
     nan_step: int | None
     metrics: dict[str, float]
     logged: dict[str, float]
+    added: dict[str, Any] = field(default_factory=dict[str, Any])
     weights: dict[str, torch.Tensor] | None = None
     optimizer_state: dict[str, Any] | None = None
-    callbacks: list[tuple[bool, dict[str, Any]]] = field(default_factory=list)
+    callbacks: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,19 +89,30 @@ def load_weights(subject: nn.Module, weights: dict[str, torch.Tensor]) -> None:
             tensor.data = value.to(tensor.device)
 
 
-def portable_state(callback: Callback) -> tuple[bool, dict[str, Any]]:
-    """(True, all attributes) of a callback if they pickle, else (False, its state_dict)."""
-    try:
-        pickle.dumps(vars(callback))
-    except Exception:  # noqa: BLE001 - whatever it is that hinders pickling, the state_dict is what can travel
-        return False, callback.state_dict()
-    return True, dict(vars(callback))
+def portable_state(callback: Callback) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A callback's attributes, those that can travel, and its state_dict if there are others.
+
+    Model and trainer stay out: the caller has his own.
+    """
+    own = {name: value for name, value in vars(callback).items() if not isinstance(value, (nn.Module, TrainerState))}
+    able = {name: value for name, value in own.items() if _travels(value)}
+    return able, {} if len(able) == len(own) else callback.state_dict()
 
 
-def load_callback(callback: Callback, state: tuple[bool, dict[str, Any]]) -> None:
+def load_callback(callback: Callback, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """The inverse of `portable_state`, into the caller's object."""
-    whole, values = state
-    vars(callback).update(values) if whole else callback.load_state_dict(values)
+    attributes, state_dict = state
+    vars(callback).update(attributes)
+    if state_dict:
+        callback.load_state_dict(state_dict)
+
+
+def _travels(value: Any) -> bool:
+    try:
+        serialize.dumps(value)
+    except GPUlayerError:
+        return False
+    return True
 
 
 def _tensors_of(subject: nn.Module) -> dict[str, torch.Tensor]:

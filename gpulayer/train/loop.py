@@ -17,6 +17,7 @@ from torch import nn
 from gpulayer.errors import UsageError
 from gpulayer.train.clip import clip_gradients
 from gpulayer.train.events import Event
+from gpulayer.train.growth import added_to
 from gpulayer.train.job import FitJob, RankResult, portable_state, weights_of
 from gpulayer.train.monitor import read_monitor
 from gpulayer.train.narrator import Narrator
@@ -79,13 +80,14 @@ class FitLoop:
         trainer.begin_epoch()
         self.hooks.call("on_train_epoch_start")
         self._train_epoch()
+        self._step_schedulers("epoch", trainer.current_epoch + 1)
         if self.validation.is_due(trainer.current_epoch):
             self.validation.run()
         trainer.logbook.enter("train")
         self.hooks.call("on_train_epoch_end")
         self.narrator.record(trainer.logbook.close_epoch("train", self.strategy.gather))
+        self._step_plateau_schedulers(trainer.current_epoch + 1)
         self.hooks.call("on_epoch_metrics")
-        self._step_schedulers("epoch", trainer.current_epoch + 1)
         self.narrator.end_epoch()
         self._stop_together()
         trainer.current_epoch += 1
@@ -189,10 +191,15 @@ class FitLoop:
 
     def _step_schedulers(self, interval: str, count: int) -> None:
         for config in self.parts.schedulers:
-            if config.interval == interval and count % config.frequency == 0:
-                if config.monitor is None or not config.reduce_on_plateau:
-                    config.scheduler.step()
-                elif (value := read_monitor(self.trainer, config.monitor, config.strict)) is not None:
+            if config.interval == interval and count % config.frequency == 0 and not config.reduce_on_plateau:
+                config.scheduler.step()
+
+    def _step_plateau_schedulers(self, epochs: int) -> None:
+        """These wait for the epoch's means; the others have stepped before validation, as in Lightning."""
+        for config in self.parts.schedulers:
+            if config.reduce_on_plateau and config.monitor and epochs % config.frequency == 0:
+                value = read_monitor(self.trainer, config.monitor, config.strict)
+                if value is not None:
                     config.scheduler.step(value)
 
     # --- the end ----------------------------------------------------------------------------------------------------------
@@ -209,6 +216,7 @@ class FitLoop:
             nan_step=narrator.nan_step,
             metrics=trainer.final_metrics,
             logged=trainer.final_logged,
+            added=added_to(job.subject, self.parts.arrived) if ships else {},
             weights=weights_of(job.subject) if ships else None,
             optimizer_state=self.optimizer.state_dict() if ships and job.ships_optimizer else None,
             callbacks=[portable_state(callback) for callback in trainer.callbacks] if ships else [],

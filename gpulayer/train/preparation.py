@@ -18,12 +18,13 @@ from gpulayer.errors import UsageError
 from gpulayer.train.adapt import check_trainable
 from gpulayer.train.data import Feed, LoaderSpec, ShardFeed, as_loader
 from gpulayer.train.events import Event
-from gpulayer.train.hooks import Hooks, is_overridden, refuse_unsupported
+from gpulayer.train.growth import check_only_grown, parts_of
+from gpulayer.train.hooks import Hooks, is_lightning, is_overridden, refuse_unsupported
 from gpulayer.train.job import FitJob
 from gpulayer.train.module import LightningModule
 from gpulayer.train.optimizers import SchedulerConfig, parse_optimizers
 from gpulayer.train.precision import Precision
-from gpulayer.train.rng import RngStream, seed_everything
+from gpulayer.train.rng import RngState, RngStream, seed_everything
 from gpulayer.train.state import TrainerState
 from gpulayer.train.strategy import SingleDevice
 
@@ -40,6 +41,7 @@ class Parts:
     schedulers: list[SchedulerConfig]
     precision: Precision
     scaler: torch.amp.grad_scaler.GradScaler | None
+    arrived: frozenset[str]  # the names of the model's parts before setup
 
 
 def prepare(job: FitJob, strategy: SingleDevice, trainer: TrainerState, emit: Callable[[Event], None], undo: ExitStack) -> Parts:
@@ -50,13 +52,17 @@ def prepare(job: FitJob, strategy: SingleDevice, trainer: TrainerState, emit: Ca
         _seed_rank(job, strategy.rank)
     hooks = Hooks(trainer.callbacks, module, trainer)
     _attach(job, strategy, trainer, hooks, emit, undo)
+    arrived = parts_of(job.subject)
     _set_up_module(job, trainer, hooks)
+    if job.remote:
+        check_only_grown(job.subject, arrived)
     precision = Precision.of(job.arguments.precision)
     _place(module, strategy.root_device, precision, undo)
     train, val = _feeds(job, strategy, trainer, undo)
     optimizer, schedulers = parse_optimizers(module.configure_optimizers(), module)  # pyright: ignore[reportCallIssue]
     trainer.optimizers, trainer.lr_scheduler_configs = [optimizer], schedulers
-    return Parts(module, hooks, train, val, optimizer, schedulers, precision, precision.scaler(strategy.root_device))
+    scaler = precision.scaler(strategy.root_device)
+    return Parts(module, hooks, train, val, optimizer, schedulers, precision, scaler, arrived)
 
 
 def _seed_rank(job: FitJob, rank: int) -> None:
@@ -78,10 +84,10 @@ def _attach(
     trainer.attach(module, job.subject, hooks, emit)
     holders: list[Any] = [holder for holder in (module, getattr(module, "target", None), job.datamodule) if holder is not None]
     for holder in holders:
-        undo.callback(_detach, holder)
+        lent = {} if isinstance(holder, LightningModule) or holder is job.datamodule else _lent(holder, trainer)
+        undo.callback(_detach, holder, lent)
         holder.trainer = trainer
-        if not isinstance(holder, LightningModule) and holder is not job.datamodule:
-            vars(holder).update(log=trainer.logbook.log, log_dict=trainer.logbook.log_dict)
+        vars(holder).update(lent)
 
     def finish(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         trainer.training = trainer.validating = False
@@ -95,26 +101,27 @@ def _attach(
     undo.push(finish)
 
 
-def _detach(holder: Any) -> None:
-    for name in ("log", "log_dict"):
+def _lent(holder: Any, trainer: TrainerState) -> dict[str, Callable[..., Any]]:
+    """The methods that a module of another make has for the time of the run, in front of its own."""
+    lent: dict[str, Callable[..., Any]] = {"log": trainer.logbook.log, "log_dict": trainer.logbook.log_dict}
+    if is_lightning(holder):  # its own look for parts of Lightning's Trainer
+        lent.update(print=trainer.print, optimizers=lambda use_pl_optimizer=True: trainer.optimizers[0])
+    return lent
+
+
+def _detach(holder: Any, lent: dict[str, Callable[..., Any]]) -> None:
+    for name in lent:
         vars(holder).pop(name, None)
     holder.trainer = None
 
 
 def _set_up_module(job: FitJob, trainer: TrainerState, hooks: Hooks) -> None:
-    before = {name for name, _ in job.module.named_parameters()}
     if is_overridden(job.datamodule, "setup"):
         job.datamodule.setup("fit")
     hooks.call("setup", "fit")
     if is_overridden(job.module, "configure_model"):
         job.module.configure_model()  # pyright: ignore[reportCallIssue]
     check_trainable(job.module)
-    changed = before ^ {name for name, _ in job.module.named_parameters()}
-    if job.remote and changed:
-        raise UsageError(
-            f"setup() or configure_model() changed the parameters ({', '.join(sorted(changed)[:4])}): with several devices the "
-            f"caller's model could not take the weights back; make all parameters in __init__"
-        )
 
 
 def _place(module: nn.Module, device: torch.device, precision: Precision, undo: ExitStack) -> None:
@@ -126,15 +133,16 @@ def _place(module: nn.Module, device: torch.device, precision: Precision, undo: 
 
 
 def _feeds(job: FitJob, strategy: SingleDevice, trainer: TrainerState, undo: ExitStack) -> tuple[Feed, tuple[Feed, ...]]:
-    arguments = job.arguments
+    """Every rank draws the order of the data from where rank 0's random numbers are now: as one process would."""
+    arguments, order = job.arguments, strategy.broadcast(RngState.capture())
     train = job.train if job.train is not None else _own_loader(job, "train_dataloader")
     if train is None:
         raise UsageError("there is no train data: pass it to fit, or define train_dataloader() in the module or the datamodule")
     val = job.val if job.val is not None else as_tuple(_own_loader(job, "val_dataloader"))
     if val and not is_overridden(job.module, "validation_step"):
         raise UsageError(f"there is validation data, and {type(job.module).__name__} has no validation_step()")
-    feed = _feed(train, job, strategy, "train", arguments.limit_train_batches, undo)
-    val_feeds = tuple(_feed(loader, job, strategy, "validation", arguments.limit_val_batches, undo) for loader in val)
+    feed = _feed(train, order, strategy, "train", arguments.limit_train_batches, undo)
+    val_feeds = tuple(_feed(loader, order, strategy, "validation", arguments.limit_val_batches, undo) for loader in val)
     if feed.length == 0:
         raise UsageError(f"the train loader is empty{_why_empty(feed, strategy)}")
     trainer.num_training_batches = float("inf") if feed.length is None else feed.length
@@ -151,12 +159,12 @@ def _own_loader(job: FitJob, name: str) -> Any:
     return None
 
 
-def _feed(source: Any, job: FitJob, strategy: SingleDevice, name: str, limit: int | float | None, undo: ExitStack) -> Feed:
+def _feed(source: Any, order: RngState, strategy: SingleDevice, name: str, limit: int | float | None, undo: ExitStack) -> Feed:
     if strategy.world_size == 1:
         feed = Feed(as_loader(source, None, name == "train", name), limit)
     else:
         spec = source if isinstance(source, LoaderSpec) else LoaderSpec.of(as_loader(source, None, name == "train", name), name)
-        feed = ShardFeed(spec, strategy.rank, strategy.world_size, RngStream(job.rng), limit, pad=name == "train")
+        feed = ShardFeed(spec, strategy.rank, strategy.world_size, RngStream(order), limit, pad=name == "train")
 
     def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         feed.close() if error is None else feed.abort()

@@ -40,7 +40,7 @@ class Reporter:
         match event:
             case Started():
                 self._display.start(event)
-                self._tell(force=True, state="training", ranks=event.world_size, max_steps=_total_steps(event), step=0, epoch=0)
+                self._tell(force=True, state="running", ranks=event.world_size, max_steps=_total_steps(event), step=0, epoch=0)
             case Progress():
                 self._display.advance(event)
                 self._tell(step=event.step, epoch=event.epoch, samples_s=event.samples_s, loss=_loss(event.metrics))
@@ -73,6 +73,7 @@ class Reporter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._display.stop()
+        self._tell(force=True, state="finished" if error is None else "failed")
         for each in self._loggers:
             if hasattr(each, "finalize"):
                 each.finalize("success" if error is None else "failed")

@@ -68,6 +68,9 @@ class TrainerState:
         self._hooks: Hooks | None = None
         self._emit: Callable[[Event], None] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())  # a run stays in its process: what holds it travels without it
+
     def begin_epoch(self) -> None:
         """Nothing is measured yet in this epoch."""
         self.training, self.validated = True, False

@@ -9,6 +9,7 @@ One device: in this process, bit for bit the plain PyTorch loop. Several: the sa
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from gpulayer.train.adapt import ObjectModule, PlainModule, adapt
 from gpulayer.train.arguments import TrainerArguments, refuse_unknown
 from gpulayer.train.callback import Callback
 from gpulayer.train.data import LoaderSpec, as_loader
-from gpulayer.train.hooks import is_overridden, refuse_unsupported
+from gpulayer.train.growth import graft
+from gpulayer.train.hooks import Hooks, is_overridden, refuse_unsupported
 from gpulayer.train.job import FitJob, FitResult, RankResult, load_callback, load_weights
 from gpulayer.train.loggers import as_loggers
 from gpulayer.train.loop import FitLoop
@@ -35,6 +37,8 @@ from gpulayer.train.reporter import Reporter
 from gpulayer.train.rng import RngState, seed_everything
 from gpulayer.train.state import TrainerState
 from gpulayer.train.strategy import SingleDevice
+
+log = logging.getLogger(__name__)
 
 
 class Trainer(TrainerState):
@@ -107,7 +111,9 @@ class Trainer(TrainerState):
         `model` has `training_step` and `configure_optimizers`, or is a plain nn.Module; then `loss` is a function (y_hat, y) or a
         name, `optimizer` a function of the parameters (partial(AdamW, lr=1e-3)), a name or an instance over its parameters,
         `lr_scheduler` a function of the optimizer, `metrics` names or {name: function(y_hat, y)}. Data are DataLoaders, Datasets
-        (then `batch_size` counts, 32 if left out) or iterables of batches. With several ranks the batch size is each rank's.
+        (then `batch_size` counts, 32 if left out) or iterables of batches. With several ranks the batch size is each rank's;
+        weights, buffers, modules and parameters that setup() made, callbacks' attributes, metrics and files come back, while the
+        caller's random numbers stand still and other attributes that the module gets in the run stay on the ranks.
         Raises what the user's code raises, KeyboardInterrupt too; the Trainer can be used again after it.
         """
         began_s = time.perf_counter()
@@ -120,11 +126,11 @@ class Trainer(TrainerState):
         train = None if train_dataloaders is None else as_loader(train_dataloaders, batch_size, shuffle=True, name="train")
         val = tuple(as_loader(each, batch_size, shuffle=False, name="validation") for each in as_tuple(val_dataloaders))
         _prepare_data(module, datamodule)
-        self.log_dir = next((d for each in self.loggers if (d := getattr(each, "log_dir", None))), None)
         job = self._job(module, model, train, val if val_dataloaders is not None else None, datamodule, optimizer)
         with Reporter(open_display(bool(self.arguments.enable_progress_bar)), self.loggers) as reporter:
             if self._devices_here() == 1 and self.num_nodes == 1:
-                results = [FitLoop(job, SingleDevice(self._device()), self, reporter.handle).run()]
+                loop = FitLoop(self._with_log(job), SingleDevice(self._device()), self, reporter.handle)
+                results = [loop.run()]
             else:
                 results = self._fit_in_gang(job, reporter, optimizer)
         return self._result(results, time.perf_counter() - began_s)
@@ -145,26 +151,37 @@ class Trainer(TrainerState):
             train=train,
             val=val,
             datamodule=datamodule,
-            log_dir=self.log_dir,
             ships_optimizer=isinstance(module, PlainModule) and isinstance(optimizer, Optimizer),
         )
+
+    def _with_log(self, job: FitJob) -> FitJob:
+        """The job with the loggers' folder, which is made here: not before the run has its devices."""
+        self.log_dir = next((d for each in self.loggers if (d := getattr(each, "log_dir", None))), None)
+        return replace(job, log_dir=self.log_dir)
 
     def _fit_in_gang(self, job: FitJob, reporter: Reporter, optimizer: Any) -> list[RankResult]:
         from gpulayer.train import gang as gangs  # only here: a run on one device needs no runtime
 
         self.start_afresh()
         travelling = _travelling(job)
-        with gangs.reserve(job) as gang:
-            reporter.publish_to(gang.publish)
-            try:
-                results = gangs.fit_in_gang(gang, travelling, reporter.handle)
-            except TrainingError as error:
-                if isinstance(error.__cause__, UsageError):  # what the caller gave is wrong, not the rank that noticed
-                    raise error.__cause__ from error
-                raise
+        try:
+            with gangs.reserve(job) as gang:
+                reporter.publish_to(gang.publish)
+                results = gangs.fit_in_gang(gang, self._with_log(travelling), reporter.handle)
+        except BaseException as error:
+            self._tell_callbacks(job, error)
+            if isinstance(error, TrainingError) and isinstance(error.__cause__, UsageError):
+                raise error.__cause__ from error  # what the caller gave is wrong, not the rank that noticed
+            raise
+        self._take_in(job, results, reporter, optimizer)
+        return results
+
+    def _take_in(self, job: FitJob, results: list[RankResult], reporter: Reporter, optimizer: Any) -> None:
+        """Bring what rank 0 has come to into the caller's objects."""
         self.attach(job.module, job.subject, None, reporter.handle)  # so that save_checkpoint works after the run
         first = results[0]
         assert first.weights is not None
+        graft(job.subject, first.added)
         load_weights(job.subject, first.weights)
         if first.optimizer_state is not None:
             optimizer.load_state_dict(first.optimizer_state)
@@ -173,7 +190,14 @@ class Trainer(TrainerState):
         self.global_step, self.current_epoch, self.world_size = first.steps, first.epochs, len(results)
         self.stop_reason = first.stopped
         self.record(first.metrics, first.logged, {})
-        return results
+
+    def _tell_callbacks(self, job: FitJob, error: BaseException) -> None:
+        """A run in a gang has failed: the caller's own callbacks hear of it, as the ranks' copies may have done."""
+        self.interrupted = isinstance(error, KeyboardInterrupt)
+        try:
+            Hooks(self.callbacks, job.module, self).call("on_exception", error)
+        except Exception:  # a callback that fails here must not hide why the run did
+            log.exception("on_exception failed while the run ended with %s", type(error).__name__)
 
     def _result(self, results: list[RankResult], seconds: float) -> FitResult:
         first, checkpoint = results[0], self.checkpoint_callback

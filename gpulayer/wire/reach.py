@@ -11,9 +11,13 @@ from enum import Enum
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from gpulayer.errors import ConnectError
+from gpulayer.errors import AuthError, ConnectError
 
 _GREETING_WAIT_S = 2.0
+_GREETING = b"\xff" + bytes(7) + b"\1\x7f\3"
+"""How a ZMTP 3 peer begins (RFC 23): signature and version. The other side then says its whole greeting, mechanism included."""
+_GREETING_BYTES = 64
+_MECHANISM = slice(12, 32)
 
 
 class Handshake(Enum):
@@ -32,7 +36,7 @@ _FAILURES = {
 
 
 async def check(name: str, endpoint: str, timeout_s: float) -> None:
-    """Raise `ConnectError` unless something that speaks ZeroMQ listens at `endpoint`."""
+    """Raise `ConnectError` unless something that speaks ZeroMQ (over TCP: with CURVE) listens at `endpoint`."""
     try:
         reader, writer = await asyncio.wait_for(_open(endpoint), timeout_s)
     except (TimeoutError, asyncio.TimeoutError):
@@ -51,19 +55,35 @@ async def check(name: str, endpoint: str, timeout_s: float) -> None:
     except OSError as error:
         raise ConnectError(f"{name}: cannot connect to {endpoint}: {error.strerror or error}", host=name) from None
     try:
-        greeting = await asyncio.wait_for(reader.read(10), _GREETING_WAIT_S)
-    except (TimeoutError, asyncio.TimeoutError, OSError):
-        greeting = b""
+        greeting = await _read_greeting(reader, writer)
     finally:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-    if greeting[:1] != b"\xff":  # the first byte that every ZMTP peer sends unasked
-        said = f"it said {greeting!r}" if greeting else "it said nothing"
+    if greeting[:1] == b"\xff":  # the first byte that every ZMTP peer sends unasked
+        whole = len(greeting) == _GREETING_BYTES
+        if whole and endpoint.startswith("tcp://") and greeting[_MECHANISM].rstrip(b"\0") != b"CURVE":
+            raise AuthError(explain_handshake(name, Handshake.PROTOCOL), host=name)
+    else:
+        said = f"it said {greeting[:10]!r}" if greeting else "it said nothing"
         raise ConnectError(
             f"another program listens at {endpoint} ({said}), not a GPUlayer agent; give the port of `gpulayer up`: HOST:PORT",
             host=name,
         )
+
+
+async def _read_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """What the other side says, asked with the beginning of a greeting; less or nothing if no more comes in time."""
+    said = b""
+    deadline = asyncio.get_running_loop().time() + _GREETING_WAIT_S
+    writer.write(_GREETING)
+    with contextlib.suppress(TimeoutError, asyncio.TimeoutError, OSError):
+        while len(said) < _GREETING_BYTES:
+            more = await asyncio.wait_for(reader.read(_GREETING_BYTES - len(said)), deadline - asyncio.get_running_loop().time())
+            said += more
+            if not more or said[:1] != b"\xff":
+                break
+    return said
 
 
 async def refuses(endpoint: str) -> bool:

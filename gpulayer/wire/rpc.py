@@ -138,6 +138,7 @@ class Endpoint:
         self._greeting: asyncio.Future[Message] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._home: bytes | None = None
+        self._lost: dict[bytes, HostLostError] = {}
 
     # --- connecting
 
@@ -148,28 +149,26 @@ class Endpoint:
         self._dialling, self._greeting = channel, self.loop.create_future()
         try:
             self._courier.send(NOWHERE, Message(Kind.HELLO, 0, hello))
-            answer = await self._wait_greeting(channel, dial, timeout_s)
-            host = Host.from_plain(answer.body["host"])
+            host = await self._wait_greeting(channel, dial, timeout_s)
         except BaseException:
             channel.close()
+            if channel.host is not None:
+                self.channels.pop(channel.host.id, None)
             raise
         finally:
             self._dialling = self._greeting = None
             self._courier.forget(NOWHERE)
-        channel.host = host
-        self.channels[host.id] = channel
-        self._home = self._home or host.id
         channel.monitor.on_disconnect = lambda: self._spawn(self._confirm_loss(channel))
         return host
 
-    async def _wait_greeting(self, channel: Channel, dial: Dial, timeout_s: float) -> Message:
+    async def _wait_greeting(self, channel: Channel, dial: Dial, timeout_s: float) -> Host:
         assert self._greeting is not None
         failed = channel.monitor.failure
         await asyncio.wait({self._greeting, failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if self._greeting.done():
             answer = self._greeting.result()
-            if answer.kind is Kind.WELCOME:
-                return answer
+            if channel.host is not None:
+                return channel.host
             raise VersionMismatchError(
                 f"{dial.name} runs versions that do not fit ours", host=dial.name, rows=answer.body.get("rows", [])
             )
@@ -202,6 +201,7 @@ class Endpoint:
         channel.close()
         name = channel.host.name
         error = HostLostError(f"host {name} ({channel.dial.name}) is lost: {why}", host=name)
+        self._lost[host_id] = error
         relayed = self._home == host_id
         if relayed:
             self._home = next(iter(self.channels), host_id)
@@ -234,10 +234,9 @@ class Endpoint:
         number = next(self._ids)
         self._pending[number] = _Pending(destination, on_reply, on_yield)
         if self._way(destination) is None:
-            lost = HostLostError(
-                f"no agent is connected that leads to host {destination.host.hex()}", host=destination.host.hex()
-            )
-            self.loop.call_soon(self._fail_one, number, lost)
+            name = destination.host.hex()
+            unknown = HostLostError(f"no agent is connected that leads to host {name}", host=name)
+            self.loop.call_soon(self._fail_one, number, self._lost.get(destination.host, unknown))
             return number
         try:
             self._courier.send(destination, Message(kind, number, body, frames))
@@ -349,11 +348,20 @@ class Endpoint:
         channel = self._speaking
         if channel is self._dialling and self._greeting is not None:
             if not self._greeting.done():
+                if message.kind is Kind.WELCOME:
+                    self._use(channel, Host.from_plain(message.body["host"]))
                 self._greeting.set_result(message)
         elif message.kind is Kind.REFUSED and channel is not None and channel.host is not None:
             self.lose(
                 channel.host.id, "its agent does not know us any more: it was restarted, or heard nothing from us for too long"
             )
+
+    def _use(self, channel: Channel | None, host: Host) -> None:
+        """A channel is open: at once, for what comes behind the WELCOME may have to be answered before `connect` goes on."""
+        assert channel is not None
+        channel.host = host
+        self.channels[host.id] = channel
+        self._home = self._home or host.id
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self.loop.create_task(work)

@@ -167,7 +167,7 @@ def test_end_of_the_zygote_ends_its_workers_and_later_starts_say_so(own_folders)
         with pytest.raises(WorkerStartError, match="its zygote ended"):
             await pool.wait_ready(worker)
         await asyncio.wait_for(worker.gone, 5)
-        assert is_gone(worker.pid)
+        await asyncio.to_thread(wait_until, lambda: is_gone(worker.pid), 2, "the end of the worker")
         pool.kill(worker, "nothing happens")
         with pytest.raises(WorkerStartError, match="restart the agent"):
             pool.fork("y", {}, 1, [])

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -46,8 +47,13 @@ def names():
     return [host.name for host in gpulayer.cluster().hosts]
 
 
-def sockets():
-    return [c for c in psutil.Process().net_connections("tcp") if c.status in ("ESTABLISHED", "SYN_SENT")]
+def assert_no_sockets():
+    """None to another process stays open; libzmq closes its own a moment after it was told."""
+    wait_until(
+        lambda: not [c for c in psutil.Process().net_connections("tcp") if c.status in ("ESTABLISHED", "SYN_SENT")],
+        2,
+        "the end of all connections",
+    )
 
 
 def test_connect_without_arguments_starts_an_agent_that_ends_with_the_session(own_folders):
@@ -183,7 +189,7 @@ def test_same_agent_twice_is_refused(start_agent):
     _, ready = start_agent("--port", "0", "--name", "a")
     with pytest.raises(UsageError, match="same agent, listed twice"):
         gpulayer.connect([f"127.0.0.1:{ready['port']}", f"localhost:{ready['port']}"])
-    assert sockets() == []
+    assert_no_sockets()
 
 
 def test_port_where_nothing_listens_says_what_to_type():
@@ -192,7 +198,7 @@ def test_port_where_nothing_listens_says_what_to_type():
         port = free.getsockname()[1]
     with pytest.raises(ConnectError, match=rf"nothing listens at tcp://127\.0\.0\.1:{port}.*gpulayer up"):
         gpulayer.connect([f"127.0.0.1:{port}"])
-    assert sockets() == []
+    assert_no_sockets()
 
 
 def test_unknown_host_name_is_named():
@@ -201,11 +207,17 @@ def test_unknown_host_name_is_named():
 
 
 def test_host_that_does_not_answer_is_given_up_in_time():
-    started = time.monotonic()
-    with pytest.raises(ConnectError, match=r"does not answer .*waited 0\.5 s|cannot connect|no route|unreachable"):
-        gpulayer.connect(["192.0.2.1:7770"], timeout=0.5)
-    assert time.monotonic() - started < 4
-    assert sockets() == []
+    with socket.socket() as full, ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # Linux drops what comes when so few wait already, as a firewall would
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        started = time.monotonic()
+        with pytest.raises(ConnectError, match=r"does not answer .*waited 0\.5 s.*firewall"):
+            gpulayer.connect([f"127.0.0.1:{full.getsockname()[1]}"], timeout=0.5)
+        assert time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b""], ids=["talks", "is silent"])
@@ -233,7 +245,7 @@ def test_agent_that_does_not_know_our_key_says_what_to_type(start_agent, own_fol
     keys.trust_host(own_folders / "home", address, keys.load_identity(tmp_path / "theirs").public)
     with pytest.raises(AuthError, match="gpulayer keys add"):
         gpulayer.connect([address], timeout=5)
-    assert sockets() == []
+    assert_no_sockets()
 
 
 def test_failed_connect_leaves_no_process_and_can_be_tried_again(start_agent, own_folders):
@@ -241,7 +253,7 @@ def test_failed_connect_leaves_no_process_and_can_be_tried_again(start_agent, ow
     good = f"127.0.0.1:{ready['port']}"
     with pytest.raises(ConnectError):
         gpulayer.connect([good, "127.0.0.1:1"])
-    assert sockets() == []
+    assert_no_sockets()
     gpulayer.connect([good])
     assert names() == ["good"]
 

@@ -44,8 +44,10 @@ class Harness:
 
     def outcome(self, number):
         _, kind, body, frames = next(reply for reply in self.replies if reply[0] == number and reply[1] is not Kind.YIELD)
-        return serialize.loads([bytearray(f) for f in frames]) if kind is Kind.REPLY else to_exception(
-            Message(kind, number, body, frames)
+        return (
+            serialize.loads([bytearray(f) for f in frames])
+            if kind is Kind.REPLY
+            else to_exception(Message(kind, number, body, frames))
         )
 
 
@@ -151,6 +153,31 @@ def test_tasks_behind_one_that_waits_are_handed_back(harness):
     harness.executor.set_waiting(False)
     harness.serve(harness.message(4, lambda: 4))
     assert harness.outcome(4) == 4
+
+
+def test_function_of_a_call_that_did_not_run_is_kept_for_the_next(harness):
+    def double(x):
+        return 2 * x
+
+    harness.executor.set_waiting(True)
+    harness.executor.submit(CALLER, harness.message(1, double, 1))
+    harness.executor.set_waiting(False)
+    harness.executor.cancel(CALLER, 2)
+    harness.serve(harness.message(2, double, 2), harness.message(3, double, 3))
+    assert harness.outcome(3) == 6
+
+
+def test_function_that_cannot_be_loaded_fails_every_call(harness):
+    class Unloadable:
+        def __reduce__(self):
+            return int, ("not a number",)
+
+        def __call__(self):
+            return 1
+
+    function = Unloadable()
+    harness.serve(harness.message(1, function), harness.message(2, function))
+    assert [type(harness.outcome(number)) for number in (1, 2)] == [ValueError, ValueError]
 
 
 def test_an_actors_calls_are_never_handed_back(harness):

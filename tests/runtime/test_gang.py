@@ -127,9 +127,14 @@ def test_stop_frees_the_hosts_and_may_be_called_twice():
 
 def test_error_in_the_block_ends_the_workers():
     pids = []
-    with pytest.raises(RuntimeError), reserve() as gang:
-        pids += gang.run(os.getpid, [(), ()])
-        raise RuntimeError
+
+    def fail():
+        with reserve() as gang:
+            pids.extend(gang.run(os.getpid, [(), ()]))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     wait_until(lambda: all(map(is_gone, pids)), 5, "the end of both workers")
 
 
@@ -161,6 +166,7 @@ def test_less_than_one_is_refused(wrong):
         reserve(**wrong)
 
 
+@pytest.mark.slow
 def test_gang_that_finds_no_room_is_all_or_none():
     holder = gpulayer.remote(num_cpus=1, host="local-2")(time.sleep).remote(60)
     gpulayer.wait([holder], timeout=0.3)

@@ -27,7 +27,7 @@ def test_options_replace_only_what_is_given():
         ({"name": "x"}, "unknown option 'name'"),
         ({"num_cpus": "two"}, "num_cpus='two' is not a number"),
         ({"num_cpus": True}, "not a number"),
-        ({"num_cpus": -1}, "negative"),
+        ({"num_cpus": -1}, "num_cpus=-1"),
         ({"num_gpus": 1.5}, "whole number"),
         ({"num_cpus": float("nan")}, "number"),
         ({"host": 3}, "host=3"),

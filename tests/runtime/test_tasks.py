@@ -8,7 +8,7 @@ import time
 import pytest
 
 import gpulayer
-from gpulayer.errors import ActorDiedError
+from gpulayer.errors import ActorDiedError, TaskCancelledError
 from gpulayer.resources import Host
 from tests.conftest import wait_until
 
@@ -79,6 +79,23 @@ def test_task_behind_a_waiting_one_on_the_same_worker_is_not_stuck():
     slow = gpulayer.remote(num_cpus=0)(lambda: time.sleep(0.5) or [gpulayer.put(1)]).remote()
     late = hop.remote(slow, False)
     assert gpulayer.get(hop.remote([late], True), timeout=10) == 0
+
+
+def test_cancel_with_force_of_a_task_sent_ahead_spares_the_one_that_runs(tmp_path):
+    @gpulayer.remote(num_cpus=cpus() - 0.25)  # a shape of its own, of which only one worker fits
+    def work(seconds):
+        if seconds:
+            (tmp_path / "started").touch()
+        time.sleep(seconds)
+        return os.getpid()
+
+    gpulayer.get([work.remote(0) for _ in range(20)])  # now known to be short
+    running, ahead = work.remote(1), work.remote(0)
+    wait_until((tmp_path / "started").exists, 10)
+    gpulayer.cancel(ahead, force=True)
+    with pytest.raises(TaskCancelledError):
+        gpulayer.get(ahead, timeout=5)
+    assert gpulayer.get(running, timeout=5) > 0
 
 
 @pytest.mark.parametrize(

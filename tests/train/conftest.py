@@ -56,9 +56,9 @@ class FakeGang:
     def processes(self):
         return self.workers.processes
 
-    def run(self, function, args_per_rank, on_event=None):
+    def run(self, function, args_per_rank, on_event=None, *, common=()):
         for connection, args in zip(self.workers.connections, args_per_rank, strict=True):
-            connection.send_bytes(cloudpickle.dumps((function, args)))
+            connection.send_bytes(cloudpickle.dumps((function, (*common, *args))))
         results, open_ = {}, dict(zip(self.workers.connections, range(len(self.members)), strict=True))
         while open_:
             for connection in wait(list(open_)):
