@@ -47,11 +47,12 @@ def test_functions_show_tasks_actors_and_errors(tmp_path):
     said = run_example("functions.py", tmp_path, 60)
     assert "primes below 20000: 2262" in said
     assert "now 101" in said
-    assert "counter says 121, from another process: True" in said
+    assert "counter says 121" in said
+    assert "another process: True" in said
     assert "found by name: 421" in said
     assert "errors keep their type: " in said
 
 
 def test_gpt_learns_from_the_standard_library(tmp_path):
     said = run_example("stdlib_gpt.py", tmp_path, 150)
-    assert number(r"loss ([\d.]+)", said) < number(r"chance: ([\d.]+)", said) - 1.5
+    assert number(r"loss ([\d.]+)", said) < number(r"\(\w+: ([\d.]+)\)", said) - 1.5

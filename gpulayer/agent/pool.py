@@ -40,6 +40,7 @@ class Worker:
     gone: asyncio.Future[None]  # its process has ended and its output has been read
     folder: Path
     pid: int = 0
+    has_said_hello: bool = False
     cause: str = ""  # how it ended, "" while it lives
     kill_reason: str = ""
     started_s: float = field(default_factory=time.time)
@@ -118,8 +119,8 @@ class Pool:
         worker = self.workers.get(worker_id)
         if worker is None or not secrets.compare_digest(worker.token.encode(), token.encode("utf-8", "replace")):
             return None
-        if not worker.ready.done():
-            worker.ready.set_result(None)
+        worker.has_said_hello = True
+        _check_ready(worker)
         return worker
 
     def kill(self, worker: Worker, reason: str) -> None:
@@ -204,6 +205,7 @@ class Pool:
                 continue
             if "pid" in message:
                 worker.pid = message["pid"]
+                _check_ready(worker)
             elif "error" in message:
                 self._ended(worker, message["error"])
             else:
@@ -221,6 +223,12 @@ class Pool:
         shutil.rmtree(worker.folder, ignore_errors=True)
         self._on_exit(worker)
         _check_gone(worker)
+
+
+def _check_ready(worker: Worker) -> None:
+    """Its hello can overtake the zygote's word of its pid."""
+    if worker.has_said_hello and worker.pid and not worker.ready.done():
+        worker.ready.set_result(None)
 
 
 def _check_gone(worker: Worker) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import queue
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -218,7 +218,7 @@ class Gang:
 
 
 @contextmanager
-def session_for_run() -> Iterator[Session]:
+def session_for_run() -> Generator[Session, None, None]:
     """The session, made if there is none; one that was made for this ends if the block fails, so that the caller can choose."""
     connected = sessions.current_or_none() is not None
     try:

@@ -7,6 +7,7 @@ with Gang.reserve(num_nodes=2, devices=1, accelerator="auto", name="fit") as gan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpulayer.errors import UsageError
@@ -18,6 +19,7 @@ from gpulayer.train.events import CheckpointReady, Event, MetricsLogged
 from gpulayer.train.job import FitJob, RankResult
 from gpulayer.train.loggers import RelayLogger
 from gpulayer.train.loop import FitLoop
+from gpulayer.train.portable import portable_state
 from gpulayer.train.state import TrainerState
 from gpulayer.train.strategy import Distributed, RankPlace, open_store
 
@@ -67,7 +69,10 @@ def rank_main(job: FitJob, place: RankPlace, store_address: tuple[str, int]) -> 
     try:
         trainer = TrainerState(job.arguments, job.callbacks, [], job.log_dir)
         trainer.loggers = [RelayLogger(job.log_dir, lambda row, step: _relay(trainer, row, step))]
-        return FitLoop(job, strategy, trainer, send).run()
+        result = FitLoop(job, strategy, trainer, send).run()
+        if place.rank != 0:
+            return result
+        return replace(result, callbacks=[portable_state(callback) for callback in trainer.callbacks])
     finally:
         strategy.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from gpulayer.errors import UsageError
 from gpulayer.train.callback import Callback
 from gpulayer.train.module import LightningDataModule, LightningModule, ModuleHooks
+
+log = logging.getLogger(__name__)
 
 HOOKS = (
     *("setup", "teardown", "on_exception", "on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
@@ -41,6 +44,13 @@ class Hooks:
         for hook in self._table[name]:
             stop = hook(*args) == -1 or stop
         return stop
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Call `on_exception`. A hook that fails in it is logged: it must not hide why the run did."""
+        try:
+            self.call("on_exception", error)
+        except Exception:
+            log.exception("on_exception failed while the run ended with %s", type(error).__name__)
 
     def has(self, name: str) -> bool:
         """Whether anyone overrides that hook."""

@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpulayer.errors import GPUlayerError
 from gpulayer.train.arguments import TrainerArguments
 from gpulayer.train.callback import Callback
 from gpulayer.train.rng import RngState
-from gpulayer.train.state import TrainerState
-from gpulayer.wire import serialize
 
 
 @dataclass(frozen=True)
@@ -89,30 +86,12 @@ def load_weights(subject: nn.Module, weights: dict[str, torch.Tensor]) -> None:
             tensor.data = value.to(tensor.device)
 
 
-def portable_state(callback: Callback) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A callback's attributes, those that can travel, and its state_dict if there are others.
-
-    Model and trainer stay out: the caller has his own.
-    """
-    own = {name: value for name, value in vars(callback).items() if not isinstance(value, (nn.Module, TrainerState))}
-    able = {name: value for name, value in own.items() if _travels(value)}
-    return able, {} if len(able) == len(own) else callback.state_dict()
-
-
 def load_callback(callback: Callback, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """The inverse of `portable_state`, into the caller's object."""
+    """Put what `portable_state` made on a rank into the caller's object."""
     attributes, state_dict = state
     vars(callback).update(attributes)
     if state_dict:
         callback.load_state_dict(state_dict)
-
-
-def _travels(value: Any) -> bool:
-    try:
-        serialize.dumps(value)
-    except GPUlayerError:
-        return False
-    return True
 
 
 def _tensors_of(subject: nn.Module) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from gpulayer.errors import UsageError
 from gpulayer.train.clip import clip_gradients
 from gpulayer.train.events import Event
 from gpulayer.train.growth import added_to
-from gpulayer.train.job import FitJob, RankResult, portable_state, weights_of
+from gpulayer.train.job import FitJob, RankResult, weights_of
 from gpulayer.train.monitor import read_monitor
 from gpulayer.train.narrator import Narrator
 from gpulayer.train.optimizers import parameters_of
@@ -219,7 +219,6 @@ class FitLoop:
             added=added_to(job.subject, self.parts.arrived) if ships else {},
             weights=weights_of(job.subject) if ships else None,
             optimizer_state=self.optimizer.state_dict() if ships and job.ships_optimizer else None,
-            callbacks=[portable_state(callback) for callback in trainer.callbacks] if ships else [],
         )
 
 

@@ -93,7 +93,7 @@ def _attach(
         trainer.training = trainer.validating = False
         if error is not None:
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
-            hooks.call("on_exception", error)
+            hooks.tell_failure(error)
         hooks.call("teardown", "fit")
         if is_overridden(job.datamodule, "teardown"):
             job.datamodule.teardown("fit")

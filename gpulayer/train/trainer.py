@@ -9,7 +9,6 @@ One device: in this process, bit for bit the plain PyTorch loop. Several: the sa
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -37,8 +36,6 @@ from gpulayer.train.reporter import Reporter
 from gpulayer.train.rng import RngState, seed_everything
 from gpulayer.train.state import TrainerState
 from gpulayer.train.strategy import SingleDevice
-
-log = logging.getLogger(__name__)
 
 
 class Trainer(TrainerState):
@@ -169,7 +166,8 @@ class Trainer(TrainerState):
                 reporter.publish_to(gang.publish)
                 results = gangs.fit_in_gang(gang, self._with_log(travelling), reporter.handle)
         except BaseException as error:
-            self._tell_callbacks(job, error)
+            self.interrupted = isinstance(error, KeyboardInterrupt)
+            Hooks(self.callbacks, job.module, self).tell_failure(error)  # the caller's own callbacks hear of it too
             if isinstance(error, TrainingError) and isinstance(error.__cause__, UsageError):
                 raise error.__cause__ from error  # what the caller gave is wrong, not the rank that noticed
             raise
@@ -190,14 +188,6 @@ class Trainer(TrainerState):
         self.global_step, self.current_epoch, self.world_size = first.steps, first.epochs, len(results)
         self.stop_reason = first.stopped
         self.record(first.metrics, first.logged, {})
-
-    def _tell_callbacks(self, job: FitJob, error: BaseException) -> None:
-        """A run in a gang has failed: the caller's own callbacks hear of it, as the ranks' copies may have done."""
-        self.interrupted = isinstance(error, KeyboardInterrupt)
-        try:
-            Hooks(self.callbacks, job.module, self).call("on_exception", error)
-        except Exception:  # a callback that fails here must not hide why the run did
-            log.exception("on_exception failed while the run ended with %s", type(error).__name__)
 
     def _result(self, results: list[RankResult], seconds: float) -> FitResult:
         first, checkpoint = results[0], self.checkpoint_callback

@@ -141,6 +141,18 @@ def test_worker_that_cannot_reach_its_agent_fails_with_its_stderr(own_folders):
     run_pool(own_folders, work)
 
 
+def test_worker_is_ready_once_its_pid_is_known_even_if_it_said_hello_before(own_folders):
+    async def work(pool: Pool, lines: list[tuple[str, str]], ended: list[Worker]) -> None:
+        silence(own_folders)
+        worker = pool.fork("fast", {}, 1, [])
+        assert pool.welcome(worker.id, worker.token) is worker
+        assert not worker.ready.done()
+        await pool.wait_ready(worker)
+        assert psutil.Process(worker.pid).ppid() == pool._process.pid
+
+    run_pool(own_folders, work)
+
+
 def test_worker_that_never_gets_ready_is_ended(own_folders, monkeypatch):
     from gpulayer.agent import pool as pools
 

@@ -246,7 +246,7 @@ def test_nan_loss_is_told_and_training_goes_on(two, caplog):
         result = fit_net(make_net(), 4, num_nodes=2, max_epochs=1, loss=loss)
     assert result.nan_loss
     assert result.steps == 6
-    assert [record.message for record in caplog.records] == ["the loss was NaN at step 1 (rank 0); training goes on"]
+    assert [record.message.partition(" (rank")[0] for record in caplog.records] == ["the loss was NaN at step 1"]
 
 
 # --- what goes wrong on a rank

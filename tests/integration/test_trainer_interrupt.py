@@ -17,7 +17,7 @@ from tests.conftest import is_gone, wait_until
 ROOT = Path(__file__).resolve().parents[2]
 
 COMMON = """
-import glob, os, sys, time
+import glob, os, pathlib, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import gpulayer
@@ -60,7 +60,7 @@ def stage(name, trainer, model, save=False):
         trainer.fit(model, loader)
     except KeyboardInterrupt:
         os.fsync = fsync
-        left = [path for path in glob.glob("root/**", recursive=True, include_hidden=True) if ".tmp" in path]
+        left = [str(path) for path in pathlib.Path("root").rglob("*.tmp")]
         checkpoints = glob.glob("root/**/*.ckpt", recursive=True)
         print("CAUGHT", name, left, len(checkpoints), flush=True)
     else:

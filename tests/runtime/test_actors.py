@@ -329,3 +329,12 @@ def test_actor_that_no_host_can_hold_fails_its_calls():
     counter = Counter.options(num_gpus=8).remote()
     with pytest.raises(PlacementError, match="8 GPU"):
         gpulayer.get(counter.get.remote(), timeout=5)
+
+
+def test_first_call_of_a_fresh_actor_may_have_a_large_argument():
+    """More than one window of bytes is on its way while the worker has hardly said hello."""
+    ballast = np.zeros(20_000_000, "u1")
+    for _ in range(10):
+        counter = Counter.remote()
+        assert gpulayer.get(counter.add.remote(1, ballast), timeout=5) == 1
+        gpulayer.kill(counter)

@@ -176,3 +176,30 @@ def test_gang_that_finds_no_room_is_all_or_none():
     assert time.monotonic() - started < 8
     gpulayer.cancel(holder, force=True)
     wait_until(all_free, 5, "nothing kept")
+
+
+def test_common_arguments_are_pickled_once_for_all_ranks():
+    class Counted:
+        pickled = 0
+
+        def __reduce__(self):
+            Counted.pickled += 1
+            return (list, ([1, 2],))
+
+    with reserve() as gang:
+        results = gang.run(lambda common, rank: (common, rank), [(0,), (1,)], common=(Counted(),))
+    assert results == [([1, 2], 0), ([1, 2], 1)]
+    assert Counted.pickled == 1
+
+
+def test_gang_that_nobody_holds_has_ended():
+    gang = reserve()
+    pids = gang.run(os.getpid, [(), ()])
+    del gang
+    wait_until(lambda: all(map(is_gone, pids)), 5, "the end of both workers")
+    wait_until(all_free, 5, "both hosts free")
+
+
+def test_workers_have_imported_what_was_asked_for():
+    with reserve(modules=("torch", "colorsys")) as gang:
+        assert gang.run(lambda: "colorsys" in __import__("sys").modules, [(), ()]) == [True, True]

@@ -173,6 +173,24 @@ def test_the_failing_rank_is_named_with_its_error(gangs):
     assert trainer.fit(Net()).steps == 6
 
 
+class Broken(Callback):
+    def __init__(self):
+        self.heard = []
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.heard.append((type(exception), type(pl_module)))
+        raise OSError("no disk")
+
+
+def test_the_callers_callbacks_hear_of_a_failed_run_and_cannot_hide_it(gangs, caplog):
+    broken = Broken()
+    with pytest.raises(TrainingError, match="not in this batch") as caught:
+        Trainer(num_nodes=2, max_epochs=1, callbacks=[broken], **QUIET).fit(Net(fail_on_rank=0))
+    assert broken.heard == [(TrainingError, Net)]
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "on_exception failed while the run ended with TrainingError" in caplog.text
+
+
 def test_a_loader_too_small_for_one_global_batch_is_refused(gangs):
     loader = DataLoader(data(7), batch_size=4, drop_last=True)
     with pytest.raises(UsageError, match="one global batch is 8 samples"):

@@ -4,6 +4,8 @@ import contextlib
 import io
 import logging
 
+import pytest
+
 from gpulayer.train.events import CheckpointDropped, CheckpointReady, EpochEnded, MetricsLogged, NanLoss, Progress, Started
 from gpulayer.train.progress import BarDisplay, LineDisplay, NoDisplay, open_display
 from gpulayer.train.reporter import Reporter
@@ -77,5 +79,15 @@ def test_reporter_publishes_at_most_twice_a_second():
     reporter.publish_to(told.append)
     for event in [RUN[0], *[RUN[1]] * 50]:
         reporter.handle(event)
-    assert [status["state"] for status in told] == ["starting", "training"]
+    assert [status["state"] for status in told] == ["starting", "running"]
     assert told[-1]["max_steps"] == 30
+
+
+@pytest.mark.parametrize(("error", "state"), [(None, "finished"), (KeyboardInterrupt, "failed")])
+def test_reporter_publishes_how_the_run_ended(error, state):
+    told = []
+    with pytest.raises(KeyboardInterrupt) if error else contextlib.nullcontext(), Reporter(NoDisplay(), []) as reporter:
+        reporter.publish_to(told.append)
+        if error:
+            raise error
+    assert told[-1]["state"] == state

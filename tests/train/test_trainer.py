@@ -160,6 +160,38 @@ def test_fit_is_bit_equal_for_a_lightning_module_with_a_step_scheduler():
     assert {"train_loss", "train_loss_epoch"} <= set(result.metrics)
 
 
+def test_epoch_schedulers_step_before_validation_and_plateau_ones_after_it():
+    class Net(LightningModule):
+        def __init__(self, plateau):
+            super().__init__()
+            self.net, self.plateau, self.rates = make_net(), plateau, []
+
+        def training_step(self, batch, batch_idx):
+            return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 1.0)
+
+        def on_validation_start(self):
+            self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            if self.plateau:
+                scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            else:
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    loader = DataLoader(Noisy(), batch_size=4)
+    rates = {}
+    for plateau in (False, True):
+        module = Net(plateau)
+        Trainer(max_epochs=3, **QUIET).fit(module, loader, loader)
+        rates[plateau] = module.rates
+    assert rates == {False: [0.5, 0.25, 0.125], True: [1.0, 1.0, 0.5]}
+
+
 def test_fit_accumulates_over_an_iterable_without_length_as_over_one_with():
     batches = [(torch.randn(4, 6), torch.randint(0, 3, (4,))) for _ in range(7)]
 

@@ -1,20 +1,16 @@
-"""Whole messages over lanes that the test carries by hand: order, chunks, credits, and what a stranger may send."""
+"""Whole messages over lanes that the test carries by hand: packs, chunks, order, credits, peers that go."""
 
 from __future__ import annotations
 
 import array
-import asyncio
 import random
-import sys
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
 
 import numpy
 import pytest
 import zmq
 
 from gpulayer.resources import Address
-from gpulayer.wire.courier import KEPT_ENDED, WINDOW_BYTES, Courier
+from gpulayer.wire.courier import KEPT_ENDED, WINDOW_BYTES
 from gpulayer.wire.message import (
     CHUNK_BYTES,
     INLINE_BYTES,
@@ -24,108 +20,11 @@ from gpulayer.wire.message import (
     Kind,
     Message,
     WireError,
-    chunk_header,
     encode,
     pack,
-    read_chunk_header,
     unpack,
 )
-
-A, B, C = (Address(letter * 8, b"12345678") for letter in (b"a", b"b", b"c"))
-BIG = b"x" * (INLINE_BYTES + 1)
-CONTROL, BULK = False, True
-
-
-class Office:
-    """Couriers at some addresses, and between each two of them a control and a bulk wire that carry when they are told to."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.problems: list[str] = []
-        self.loop.set_exception_handler(lambda _, context: self.problems.append(context["message"]))
-        self.wires: dict[tuple[Address, Address, bool], deque[list[bytes]]] = defaultdict(deque)
-        self.couriers: dict[Address, Courier] = {}
-        self.received: dict[Address, list[tuple[Address, Message]]] = defaultdict(list)
-        self.on_message: Callable[[Address, Message], None] = lambda source, message: None
-        for address in (A, B, C):
-            self._open(address)
-
-    def _open(self, me: Address) -> None:
-        def transmit(destination: Address, bulk: bool, frames: list) -> None:
-            self.wires[me, destination, bulk].append([bytes(frame) for frame in frames[1:]])
-
-        def deliver(source: Address, message: Message) -> None:
-            self.received[me].append((source, message))
-            self.on_message(source, message)
-
-        self.couriers[me] = Courier(self.loop, transmit, deliver)
-
-    def send(self, number: int, *frames: object, kind: Kind = Kind.CALL, source: Address = A, to: Address = B) -> Message:
-        message = Message(kind, number, {}, frames)
-        self.couriers[source].send(to, message)
-        return message
-
-    def turn(self) -> None:
-        """One turn of the loop."""
-        self.loop.call_soon(self.loop.stop)
-        self.loop.run_forever()
-
-    def carry(self, source: Address, destination: Address, bulk: bool, count: int | None = None) -> int:
-        """Let the oldest frame sets of one wire arrive, `count` of them at most; returns how many bytes of frames did."""
-        self.turn()
-        wire, size = self.wires[source, destination, bulk], 0
-        while wire and count != 0:
-            frames = wire.popleft()
-            size += len(frames[-1])
-            count = None if count is None else count - 1
-            self.couriers[destination].receive(source, [zmq.Frame(frame) for frame in frames])
-        return size
-
-    def settle(self) -> None:
-        """Carry until nothing moves any more."""
-        self.turn()
-        while any(self.wires.values()):
-            for source, destination, bulk in list(self.wires):
-                self.carry(source, destination, bulk)
-            self.turn()
-
-    def on_the_way(self, source: Address = A, destination: Address = B) -> int:
-        """Bytes on the bulk wire."""
-        return sum(len(frames[1]) for frames in self.wires[source, destination, BULK])
-
-    def numbers(self, address: Address = B) -> list[int]:
-        return [message.id for _, message in self.received[address]]
-
-    def payloads(self, address: Address = B) -> list[list[bytes]]:
-        return [[bytes(frame) for frame in message.frames] for _, message in self.received[address]]
-
-
-@pytest.fixture
-def office() -> Iterator[Office]:
-    office = Office()
-    yield office
-    office.loop.close()
-    assert office.problems == []
-
-
-def raise_value_error(source: Address, message: Message) -> None:
-    if message.id == 1:
-        raise ValueError("cannot take this")
-
-
-def is_kept(frames: list[zmq.Frame]) -> bool:
-    """Whether somebody else than the list holds the last frame."""
-    holders = sys.getrefcount(frames[-1])  # counts the list and the argument
-    return holders > 2
-
-
-def chunk(transfer: int, offset: int, data: bytes) -> list[zmq.Frame]:
-    return [zmq.Frame(chunk_header(transfer, offset)), zmq.Frame(data)]
-
-
-def announcement(*sizes: int, transfer: int = 1, number: int = 1) -> list[zmq.Frame]:
-    return [zmq.Frame(pack([encode(Message(Kind.CALL, number, {}, (), (transfer, list(sizes))))]))]
-
+from tests.wire.office import BIG, BULK, CONTROL, A, B, C, Office, chunk, is_kept
 
 # --- packs
 
@@ -498,122 +397,3 @@ def test_only_the_last_ended_processes_are_remembered(office: Office) -> None:
     for number in range(3 * KEPT_ENDED):
         office.couriers[B].forget(Address(number.to_bytes(8, "big")), ended=True)
     assert len(office.couriers[B]._ended) == KEPT_ENDED
-
-
-# --- what a stranger may send
-
-
-MALFORMED = {
-    "no frames": [],
-    "three frames": [b"a", b"b", b"c"],
-    "no pack": [b"\xc1"],
-    "no chunk header": [b"short", b"data"],
-    "long chunk header": [b"x" * 17, b"data"],
-    "empty chunk": [chunk_header(9, 0), b""],
-    "chunk beyond its transfer": [chunk_header(1, 100), b"x"],
-    "chunk far beyond its transfer": [chunk_header(1, 2**64 - 1), b"x"],
-    "chunk over two buffers": [chunk_header(1, 40), b"x" * 20],
-    "chunk over the end": [chunk_header(1, 90), b"x" * 20],
-    "chunk larger than its transfer": [chunk_header(1, 0), b"x" * 200],
-    "transfer announced twice": [announcement(10, number=9)[0].bytes],
-    "transfer larger than any memory": [announcement(2**62, transfer=9, number=9)[0].bytes],
-    "transfer larger than any number": [announcement(2**64 - 1, transfer=9, number=9)[0].bytes],
-    "transfer of too many bytes": [announcement(*[2**62] * 9, transfer=9, number=9)[0].bytes],
-}
-
-
-@pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED)
-def test_malformed_frames_are_a_wire_error_and_spoil_nothing(office: Office, frames: list[bytes]) -> None:
-    receiver = office.couriers[B]
-    receiver.receive(A, announcement(50, 0, 50))
-    with pytest.raises(WireError):
-        receiver.receive(A, [zmq.Frame(frame) for frame in frames])
-    assert office.numbers() == []
-    receiver.receive(A, chunk(1, 50, b"b" * 50))
-    receiver.receive(A, chunk(1, 0, b"a" * 50))
-    receiver.receive(A, announcement(number=2, transfer=2))
-    assert office.numbers() == [1, 2]
-    assert office.payloads() == [[b"a" * 50, b"", b"b" * 50], []]
-
-
-def test_chunk_that_comes_twice_never_makes_a_transfer_whole(office: Office) -> None:
-    receiver = office.couriers[B]
-    receiver.receive(A, announcement(50, 20))
-    receiver.receive(A, chunk(1, 0, b"a" * 50))
-    with pytest.raises(WireError):
-        receiver.receive(A, chunk(1, 0, b"a" * 50))
-    assert office.numbers() == []
-
-
-def test_early_chunk_that_does_not_fit_its_message_drops_the_message(office: Office) -> None:
-    receiver = office.couriers[B]
-    receiver.receive(A, chunk(1, 40, b"x" * 20))
-    with pytest.raises(WireError):
-        receiver.receive(A, announcement(50, 50))
-    receiver.receive(A, announcement(number=2, transfer=2))
-    assert office.numbers() == [2]
-
-
-def test_bad_message_of_a_pack_does_not_lose_the_others(office: Office) -> None:
-    items = [Message(Kind.CALL, 1, {}), Message(Kind.CALL, 2, {}, (), (1, [2**62])), Message(Kind.CALL, 3, {})]
-    with pytest.raises(WireError, match="no memory for a transfer of"):
-        office.couriers[B].receive(A, [zmq.Frame(pack([encode(item) for item in items]))])
-    assert office.numbers() == [1, 3]
-
-
-def test_chunks_that_nobody_announces_are_kept_up_to_the_window(office: Office) -> None:
-    receiver, data = office.couriers[B], b"x" * CHUNK_BYTES
-    for number in range(16):
-        receiver.receive(A, chunk(number, 0, data))
-    late = chunk(99, 0, data)
-    with pytest.raises(WireError, match="that no message has announced"):
-        receiver.receive(A, late)
-    assert not is_kept(late)
-    receiver.receive(A, announcement(CHUNK_BYTES, transfer=0))
-    receiver.receive(A, late)  # there is room again
-    assert office.numbers() == [1]
-
-
-def test_message_that_cannot_be_taken_does_not_lose_those_behind_it(office: Office) -> None:
-    office.on_message = raise_value_error
-    office.send(1)
-    office.send(2)
-    office.send(3, BIG)
-    office.settle()
-    assert office.numbers() == [1, 2, 3]
-    assert [text.split(" from ")[0] for text in office.problems] == ["a CALL"]
-    office.problems.clear()
-
-
-def test_transfer_that_cannot_be_taken_does_not_lose_those_behind_it(office: Office) -> None:
-    office.on_message = raise_value_error
-    office.send(1, BIG)
-    office.send(2)
-    office.send(3, BIG)
-    office.settle()
-    assert office.numbers() == [1, 2, 3]
-    assert office.payloads()[2] == [BIG]
-    assert len(office.problems) == 1
-    office.problems.clear()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_receiver_survives_anything(office: Office, seed: int) -> None:
-    rng = random.Random(seed)
-    receiver = office.couriers[B]
-    for _ in range(3000):
-        numbers = [rng.choice([0, 1, 2, 3, 50, 2**40, 2**64 - 1]) for _ in range(2)]
-        header = chunk_header(*numbers)
-        sizes = [rng.choice([0, 1, 50, 1000, 2**63]) for _ in range(rng.randint(0, 3))]
-        offer = pack([encode(Message(rng.choice(list(Kind)), 1, {}, (), (rng.randint(0, 3), sizes)))])
-        frames = [rng.choice([header, offer, rng.randbytes(rng.randint(0, 60))]) for _ in range(rng.randint(0, 3))]
-        try:
-            receiver.receive(A, [zmq.Frame(frame) for frame in frames])
-        except WireError:
-            continue
-        assert len(frames) != 2 or read_chunk_header(frames[0])
-    receiver.forget(A)
-    office.received[B].clear()
-    office.send(7, BIG)
-    office.settle()
-    assert office.numbers() == [7]
