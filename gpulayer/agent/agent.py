@@ -198,8 +198,10 @@ class Agent:
         concerned = set(peer.callers if peer else ())
         if lease is not None:
             concerned.add(Address(self.id, lease.owner))
+        caller_last, number = worker.started_last or (Address(bytes(8)), 0)
+        news = {"worker": address.to_bytes(), "last_caller": caller_last.peer, "last_number": number, **to_facts(error)}
         for caller in concerned:
-            self.peers.tell(caller, "died", worker=address.to_bytes(), **to_facts(error))
+            self.peers.tell(caller, "died", **news)
         self.leases.end_all_of(worker.id, f"its owner {worker.label} died")
 
     def _obituary(self, address: Address) -> GPUlayerError:

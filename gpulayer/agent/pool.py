@@ -19,8 +19,9 @@ from typing import Any
 from gpulayer.errors import WorkerStartError
 from gpulayer.jobs.logs import OutputLog
 from gpulayer.jobs.spec import describe_exit
-from gpulayer.resources import new_id
+from gpulayer.resources import Address, new_id
 from gpulayer.runtime.inbox import MARKER, PLACEHOLDER, Inbox, send_message
+from gpulayer.runtime.start_mark import StartMark
 
 START_TIMEOUT_S = 60.0
 EXIT_GRACE_S = 0.05
@@ -39,6 +40,8 @@ class Worker:
     ready: asyncio.Future[None]
     gone: asyncio.Future[None]  # its process has ended and its output has been read
     folder: Path
+    mark: Path  # where it notes which call it starts
+    started_last: tuple[Address, int] | None = None  # (caller, number), known once it has ended
     pid: int = 0
     has_said_hello: bool = False
     cause: str = ""  # how it ended, "" while it lives
@@ -85,7 +88,15 @@ class Pool:
         """Ask the zygote for a worker; `wait_ready` says whether it came up. Raises `WorkerStartError` if there is no zygote."""
         worker_id = new_id()
         folder = self._folder / worker_id.hex()
-        worker = Worker(worker_id, secrets.token_hex(16), label, self._loop.create_future(), self._loop.create_future(), folder)
+        worker = Worker(
+            worker_id,
+            secrets.token_hex(16),
+            label,
+            self._loop.create_future(),
+            self._loop.create_future(),
+            folder,
+            folder.with_suffix(".mark"),
+        )
         config = {
             "worker": worker_id.hex(),
             "token": worker.token,
@@ -93,10 +104,12 @@ class Pool:
             "env": env,
             "threads": threads,
             "cwd": str(folder),
+            "mark": str(worker.mark),
             "preload": modules,
         }
         try:
             folder.mkdir(mode=0o700, parents=True)
+            StartMark.create(worker.mark)
             pipes = self._pipes(worker)
         except OSError as error:
             raise WorkerStartError(f"a worker for {label} cannot start: {error.strerror}: {error.filename or 'pipe'}") from None
@@ -220,6 +233,7 @@ class Pool:
             error = WorkerStartError(f"a worker for {worker.label} ended while starting: {cause}", stderr=self.stderr(worker))
             worker.ready.set_exception(error)
             worker.ready.exception()
+        worker.started_last = StartMark.take(worker.mark)
         shutil.rmtree(worker.folder, ignore_errors=True)
         self._on_exit(worker)
         _check_gone(worker)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -236,6 +237,9 @@ async def _shake_hands(session: Session, dials: list[Dial], timeout_s: float) ->
     await _refuse_twins(dials)
     for dial in dials:
         host = await session.endpoint.connect(dial, make_hello("driver", torch=torch), timeout_s)
+        if host.address:  # an agent bound to 0.0.0.0 cannot know at which address it is reached
+            reached_at = session.endpoint.channels[host.id].reached_at
+            host = replace(host, address=f"{reached_at}:{host.address.rpartition(':')[2]}")
         session.hosts[host.id] = host
     introductions = [
         {"id": host_id, "name": channel.dial.name, "endpoint": channel.dial.endpoint, "key": channel.dial.server_key or ""}

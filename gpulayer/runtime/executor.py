@@ -35,8 +35,9 @@ MAX_TEXT = 100_000
 class Executor:
     """The queue and the state of one worker: the functions it has, its actor if it is one."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: Reply, on_start: Callable[[Address, int], None] = lambda caller, number: None) -> None:
         self._reply = reply
+        self._on_start = on_start
         self._calls: queue.SimpleQueue[tuple[Address, Message] | None] = queue.SimpleQueue()
         self._shipped: dict[bytes, Sequence[Buffer]] = {}  # functions that have arrived and were not called yet
         self._functions: dict[bytes, Any] = {}
@@ -110,6 +111,7 @@ class Executor:
         key = (source, message.id)
         started_s = time.perf_counter()
         self.caller = source
+        self._on_start(source, message.id)
         with self._mutex:
             dropped = key in self._cancelled
             self._running = None if dropped else key

@@ -183,7 +183,8 @@ class Session:
         address = Address.from_bytes(body["worker"])
         self.shipped_to.pop(address, None)
         self.named = {name: handle for name, handle in self.named.items() if not handle.is_at(address)}
-        self.tasks.worker_died(address)
+        mine = body["last_caller"] == self.endpoint.peer
+        self.tasks.worker_died(address, int(body["last_number"]) if mine or not body["last_number"] else None)
         self.endpoint.fail_pending(lambda destination: destination == address, from_facts(body))
 
     def _on_host_lost(self, host: Host, error: GPUlayerError) -> None:

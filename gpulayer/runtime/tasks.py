@@ -215,10 +215,17 @@ class TaskPool:
         firsts = (next(iter(worker.running.values()), None) for queue in self._queues.values() for worker in queue.workers)
         return any(first is call for first in firsts)
 
-    def worker_died(self, address: Address) -> None:
-        """A worker has exited: no more tasks for it."""
+    def worker_died(self, address: Address, started_last: int | None) -> None:
+        """A worker has exited. What it never started (numbers above `started_last`, if that is known) runs elsewhere."""
         for queue in self._queues.values():
-            queue.workers = [worker for worker in queue.workers if worker.address != address]
+            for worker in [worker for worker in queue.workers if worker.address == address]:
+                queue.workers.remove(worker)
+                for number, call in reversed(list(worker.running.items())):
+                    if started_last is not None and number > started_last and not call.cancelled:
+                        self._session.endpoint.withdraw(number)
+                        call.sent = None
+                        queue.waiting.appendleft(call)
+                self._dispatch(queue)
 
     def host_lost(self, host_id: bytes) -> None:
         """A host is gone with all its workers."""

@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gpulayer.errors import GPUlayerError
@@ -18,6 +19,7 @@ from gpulayer.runtime import session as sessions
 from gpulayer.runtime.executor import Executor
 from gpulayer.runtime.io_thread import IOThread
 from gpulayer.runtime.session import Session
+from gpulayer.runtime.start_mark import StartMark
 from gpulayer.wire.context import close_context
 from gpulayer.wire.hello import make_hello
 from gpulayer.wire.message import Buffer, Kind, Message
@@ -35,7 +37,7 @@ class WorkerProcess:
         self._config = config
         self._io = IOThread("gpulayer-io")
         self._session = Session(self._io, bytes.fromhex(config["worker"]), "worker")
-        self._executor = Executor(self._reply)
+        self._executor = Executor(self._reply, StartMark(Path(config["mark"])).write)
         self._told: dict[str, Any] = {}
 
     def run(self) -> None:

@@ -121,6 +121,18 @@ class Channel:
             lane.close(linger_ms)
 
 
+def _refusal(name: str, rows: list[Any]) -> ConnectError:
+    """What a REFUSED means: a key whose role is too small, or versions that do not fit."""
+    roles = next((row for row in rows if row[0] == "role of the key"), None)
+    if roles is not None:
+        return AuthError(
+            f"{name} knows this machine's key as {roles[1]}, and this needs {roles[2]}; "
+            "there, type: gpulayer keys add PUBLIC-KEY --role driver",
+            host=name,
+        )
+    return VersionMismatchError(f"{name} runs versions that do not fit ours", host=name, rows=rows)
+
+
 class Endpoint:
     """One process's end of the wire. Every method is for the loop's thread, except `post`."""
 
@@ -169,9 +181,7 @@ class Endpoint:
             answer = self._greeting.result()
             if channel.host is not None:
                 return channel.host
-            raise VersionMismatchError(
-                f"{dial.name} runs versions that do not fit ours", host=dial.name, rows=answer.body.get("rows", [])
-            )
+            raise _refusal(dial.name, answer.body.get("rows", []))
         if failed.done():
             raise AuthError(reach.explain_handshake(dial.name, failed.result()), host=dial.name)
         raise ConnectError(
@@ -277,6 +287,10 @@ class Endpoint:
     def fail(self, destination: Address, number: int, error: GPUlayerError) -> None:
         """Answer request `number` with an error of our own tree."""
         self.reply(destination, number, to_facts(error), kind=Kind.FAIL)
+
+    def withdraw(self, number: int) -> None:
+        """Expect no answer to a request any more."""
+        self._pending.pop(number, None)
 
     def fail_pending(self, concerns: Callable[[Address], bool], error: GPUlayerError) -> None:
         """Fail every request whose destination is concerned."""

@@ -29,40 +29,40 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self.driver, self.mig, self.broken, self.opened = driver, mig, broken, 0
 
-    def nvmlInit(self):  # noqa: N802
+    def nvmlInit(self):
         if not self.driver:
             raise self.NVMLError("Driver Not Loaded")
         self.opened += 1
 
-    def nvmlShutdown(self):  # noqa: N802
+    def nvmlShutdown(self):
         self.opened -= 1
 
-    def nvmlDeviceGetCount(self):  # noqa: N802
+    def nvmlDeviceGetCount(self):
         return 2
 
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index):
         if index in self.broken:
             raise self.NVMLError("GPU is lost")
         return (GPU0, GPU1)[index]
 
-    def nvmlDeviceGetUUID(self, handle):  # noqa: N802
+    def nvmlDeviceGetUUID(self, handle):
         return handle
 
-    def nvmlDeviceGetName(self, handle):  # noqa: N802
+    def nvmlDeviceGetName(self, handle):
         return "NVIDIA H200 MIG 1g.18gb" if handle.startswith("MIG-") else "NVIDIA H200"
 
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle):
         return SimpleNamespace(total=16 * GIB if handle.startswith("MIG-") else 140 * GIB, used=GIB)
 
-    def nvmlDeviceGetMigMode(self, handle):  # noqa: N802
+    def nvmlDeviceGetMigMode(self, handle):
         if handle == GPU0 or not self.mig:
             raise self.NVMLError("Not Supported")
         return [1, 1]
 
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle):  # noqa: N802
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
         return 7
 
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):  # noqa: N802
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
         if index not in (0, 2):
             raise self.NVMLError("Not Found")
         return MIG0 if index == 0 else MIG1

@@ -153,19 +153,19 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self.opened, self.lookups, self.lost = 0, 0, False
 
-    def nvmlInit(self):  # noqa: N802
+    def nvmlInit(self):
         self.opened += 1
 
-    def nvmlShutdown(self):  # noqa: N802
+    def nvmlShutdown(self):
         self.opened -= 1
 
-    def nvmlSystemGetDriverVersion(self):  # noqa: N802
+    def nvmlSystemGetDriverVersion(self):
         return "570.124.06"
 
-    def nvmlSystemGetCudaDriverVersion(self):  # noqa: N802
+    def nvmlSystemGetCudaDriverVersion(self):
         return 12080
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid):
         self.lookups += 1
         return uuid
 
@@ -174,19 +174,19 @@ class FakeNvml(ModuleType):
             raise self.NVMLError("Not Supported")
         return value
 
-    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
+    def nvmlDeviceGetUtilizationRates(self, handle):
         return self._whole(handle, SimpleNamespace(gpu=87, memory=40))
 
-    def nvmlDeviceGetTemperature(self, handle, sensor):  # noqa: N802
+    def nvmlDeviceGetTemperature(self, handle, sensor):
         return self._whole(handle, 61)
 
-    def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802
+    def nvmlDeviceGetPowerUsage(self, handle):
         return self._whole(handle, 412_500)
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
         return self._whole(handle, [SimpleNamespace(pid=41), SimpleNamespace(pid=42)])
 
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle):
         if self.lost:
             raise self.NVMLError("GPU is lost")
         return SimpleNamespace(total=16 * GIB, used=2 * GIB)

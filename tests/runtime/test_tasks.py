@@ -139,3 +139,22 @@ def test_host_option_picks_the_host():
     host = gpulayer.cluster().hosts[0]
     assert isinstance(host, Host)
     assert gpulayer.get(pid.options(host=host.name).remote()) > 0
+
+
+def test_crash_takes_down_only_the_task_that_ran(shared: None) -> None:
+    """Short tasks are sent ahead; those that a dead worker had not started run elsewhere, each once."""
+
+    @gpulayer.remote
+    def sometimes(number: int) -> int:
+        if number in (150, 220):
+            os._exit(3)
+        return number
+
+    refs = [sometimes.remote(number) for number in range(300)]
+    outcome = {}
+    for number, ref in enumerate(refs):
+        try:
+            outcome[number] = gpulayer.get(ref, timeout=30)
+        except ActorDiedError:
+            outcome[number] = None
+    assert [number for number, value in outcome.items() if value is None] == [150, 220]
