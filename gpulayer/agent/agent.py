@@ -40,6 +40,7 @@ DRIVER_LEASE_S = 8.0
 """A driver that says nothing for so long is gone, and all it ran ends: well inside the promised 10 s."""
 CHECK_S = 0.5
 KEPT_OBITUARIES = 1000
+KEPT_RUNS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,10 @@ class Agent:
         elif topic == "status" and (worker := self.pool.workers.get(peer.id)) is not None:
             worker.status = body
         elif topic == "run":
-            self.runs.setdefault(peer.id, {})[str(body["run"]["id"])] = body["run"]
+            runs = self.runs.setdefault(peer.id, {})
+            runs[str(body["run"]["id"])] = {**body["run"], "driver": peer.name}
+            if len(runs) > KEPT_RUNS:
+                del runs[next(iter(runs))]
 
     def _answer_lease(self, peer: Peer, source: Address, message: Message) -> None:
         def answer(result: dict[str, Any] | GPUlayerError) -> None:
@@ -284,11 +288,15 @@ class Agent:
         need = Resources(float(message.body["cpus"]), float(message.body["gpus"]))
         return {"dropped": self.leases.withdraw(peer.id, need, int(message.body["count"]))}
 
-    def _answer_kill(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
+    def _answer_kill(self, peer: Peer, source: Address, message: Message) -> dict[str, Any] | None:
+        """End a worker; the answer comes when its process has ended, so that its name and its GPU are free by then."""
         worker = self.pool.workers.get(message.body["worker"])
-        if worker is not None:
-            self.pool.kill(worker, str(message.body.get("reason", "killed")))
-        return {"found": worker is not None}
+        if worker is None:
+            return {"found": False}
+        reply = Message(Kind.REPLY, message.id, {"found": True})
+        worker.ended.add_done_callback(lambda _: self.peers.send(source, reply))
+        self.pool.kill(worker, str(message.body.get("reason", "killed")))
+        return None
 
     def _answer_named(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
         lease = self.leases.find(str(message.body["name"]))

@@ -38,7 +38,8 @@ class Worker:
     token: str
     label: str
     ready: asyncio.Future[None]
-    gone: asyncio.Future[None]  # its process has ended and its output has been read
+    ended: asyncio.Future[None]  # its process has ended
+    gone: asyncio.Future[None]  # ... and its output has been read
     folder: Path
     mark: Path  # where it notes which call it starts
     started_last: tuple[Address, int] | None = None  # (caller, number), known once it has ended
@@ -88,15 +89,9 @@ class Pool:
         """Ask the zygote for a worker; `wait_ready` says whether it came up. Raises `WorkerStartError` if there is no zygote."""
         worker_id = new_id()
         folder = self._folder / worker_id.hex()
-        worker = Worker(
-            worker_id,
-            secrets.token_hex(16),
-            label,
-            self._loop.create_future(),
-            self._loop.create_future(),
-            folder,
-            folder.with_suffix(".mark"),
-        )
+        ready, ended, gone = (self._loop.create_future() for _ in range(3))
+        mark = folder.with_suffix(".mark")
+        worker = Worker(worker_id, secrets.token_hex(16), label, ready, ended, gone, folder, mark)
         config = {
             "worker": worker_id.hex(),
             "token": worker.token,
@@ -236,6 +231,7 @@ class Pool:
         worker.started_last = StartMark.take(worker.mark)
         shutil.rmtree(worker.folder, ignore_errors=True)
         self._on_exit(worker)
+        worker.ended.set_result(None)
         _check_gone(worker)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Collect = Callable[[list[str]], Plain]
 
+LOOK_S = 0.5  # a Ctrl-C that comes just before the system call does not end it, so no call may last
 PLAIN_COLUMNS = 130  # of a frame that goes to a file or a pipe
 
 
@@ -145,7 +146,9 @@ def _keyboard() -> Generator[Callable[[float], bool], None, None]:
 
     def wait_quit(timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
-        while select.select([stdin], [], [], max(0.0, end - time.monotonic()))[0]:
+        while (left := end - time.monotonic()) > 0:
+            if not select.select([stdin], [], [], min(left, LOOK_S))[0]:
+                continue
             keys = os.read(stdin, 64)
             if not keys or b"q" in keys.lower():  # nothing to read: the terminal hung up
                 return True

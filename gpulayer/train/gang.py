@@ -63,18 +63,15 @@ def fit_in_gang(gang: Gang, job: FitJob, handle: Callable[[Event], None]) -> lis
 
 
 def rank_main(job: FitJob, place: RankPlace, store_address: tuple[str, int]) -> RankResult:
-    """What a worker runs: join the others, train, leave."""
+    """What a worker runs: join the others and train."""
     unused = job.arguments.strategy == "ddp_find_unused_parameters_true"
     strategy = Distributed.join(place, store_address, find_unused_parameters=unused)
-    try:
-        trainer = TrainerState(job.arguments, job.callbacks, [], job.log_dir)
-        trainer.loggers = [RelayLogger(job.log_dir, lambda row, step: _relay(trainer, row, step))]
-        result = FitLoop(job, strategy, trainer, send).run()
-        if place.rank != 0:
-            return result
-        return replace(result, callbacks=[portable_state(callback) for callback in trainer.callbacks])
-    finally:
-        strategy.close()
+    trainer = TrainerState(job.arguments, job.callbacks, [], job.log_dir)
+    trainer.loggers = [RelayLogger(job.log_dir, lambda row, step: _relay(trainer, row, step))]
+    result = FitLoop(job, strategy, trainer, send).run()
+    if place.rank != 0:
+        return result
+    return replace(result, callbacks=[portable_state(callback) for callback in trainer.callbacks])
 
 
 def send(event: Event) -> None:

@@ -87,12 +87,13 @@ class SingleDevice:
         total = torch.stack([part.to(tensor.device) for part in self.gather(tensor.detach().cpu())]).sum(dim=0)
         return total / self.world_size if reduce_op == "mean" else total
 
-    def close(self) -> None:
-        """Leave the group."""
-
 
 class Distributed(SingleDevice):
-    """One of several ranks, with a process group: NCCL between GPUs, Gloo between CPUs and for small values."""
+    """One of several ranks, with a process group: NCCL between GPUs, Gloo between CPUs and for small values.
+
+    The group ends with its process. Its end here could wait for ranks that have failed; and torch joins Gloo's thread with the
+    GIL held, for which that thread may be waiting.
+    """
 
     def __init__(self, device: torch.device, place: RankPlace, find_unused_parameters: bool = False) -> None:
         super().__init__(device, place)
@@ -112,6 +113,8 @@ class Distributed(SingleDevice):
             device = torch.device("cuda", 0)  # the worker sees its own device only
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if dist.is_initialized():
+            dist.destroy_process_group()
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=GROUP_TIMEOUT)
         return cls(device, place, find_unused_parameters)
 
@@ -132,11 +135,6 @@ class Distributed(SingleDevice):
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, value)
         return everyone
-
-    def close(self) -> None:
-        """See `SingleDevice.close`."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 _opened: dict[tuple[str, int], TCPStore] = {}  # the store lives in rank 0's process between `open_store` and `join`

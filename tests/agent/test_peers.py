@@ -89,7 +89,7 @@ def test_request_to_nobody_fails_at_once(host, pair, kind):
 def test_request_to_a_dead_worker_says_how_it_ended(host, pair):
     one, _ = pair
     worker = one.ask("lease", cpus=1, gpus=0, kind="actor", label="short-lived").body
-    one.ask("kill", number=2, worker=worker["worker"], reason="it has had its day")
+    one.send(Message(Kind.ASK, 2, {"m": "kill", "worker": worker["worker"], "reason": "it has had its day"}))
     wait_until(lambda: host.do(lambda: not host.agent.pool.workers), 5, "its end")
     seen: list[Message] = []
     one.send(Message(Kind.CALL, 7, {}), to=Address(host.address.host, worker["worker"]))
@@ -106,7 +106,7 @@ def test_every_caller_of_a_worker_is_told_of_its_end(host, pair):
     address = Address(host.address.host, worker["worker"])
     two.send(Message(Kind.CALL, 1, {"op": "method", "n": "x", "method": "x", "f": b"", "p": [0, 0]}), to=address)
     assert two.receive()[0].kind is Kind.FAIL
-    one.ask("kill", number=2, worker=worker["worker"])
+    one.send(Message(Kind.ASK, 2, {"m": "kill", "worker": worker["worker"]}))
     for client in (one, two):
         (died,) = client.receive()
         assert (died.kind, died.body["m"], died.body["worker"]) == (Kind.TELL, "died", address.to_bytes())

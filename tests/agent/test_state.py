@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
+import socket
 import time
 from dataclasses import replace
 
@@ -104,5 +106,6 @@ def test_training_run_is_shown_until_its_driver_goes(host):
         session = sessions.current()
         for step in (1, 2):
             session.io.post(lambda step=step: session.endpoint.tell(session.endpoint.home, "run", run={"id": "r", "step": step}))
-        wait_until(lambda: snapshot(host)["runs"] == [{"id": "r", "step": 2}], 5, "the run")
+        me = f"{getpass.getuser()}@{socket.gethostname()}:{os.getpid()}"
+        wait_until(lambda: snapshot(host)["runs"] == [{"id": "r", "step": 2, "driver": me}], 5, "the run")
     wait_until(lambda: snapshot(host)["runs"] == [], 5, "the end of the run")
