@@ -4,7 +4,7 @@ Variable              meaning                                              defau
 GPULAYER_HOME         folder with keys, hosts file                         ~/.config/gpulayer
 GPULAYER_RUNTIME_DIR  folder with sockets and agent records (local disk)   $XDG_RUNTIME_DIR/gpulayer or /tmp/gpulayer-UID
 GPULAYER_HOSTS        what `connect()` uses when called without arguments  (none)
-GPULAYER_LOG          the agent's log level                                info
+GPULAYER_LOG          the agent's log level                                info; warning for one that a program starts
 
 The hosts file is `GPULAYER_HOME/hosts`: one named list a line, `lab: gpu1, 10.0.0.7:7770`; `#` starts a comment.
 """
@@ -36,21 +36,21 @@ class Settings:
     home: Path
     runtime_dir: Path
     hosts: str | None
-    log_level: str
+    log_level: str | None
 
     @classmethod
     def from_environment(cls) -> Settings:
         """Read GPULAYER_* once; every other module takes a `Settings`."""
         env = os.environ
         home = Path(env.get("GPULAYER_HOME") or Path.home() / ".config" / "gpulayer")
-        log_level = env.get("GPULAYER_LOG") or "info"
-        if log_level.lower() not in _LOG_LEVELS:
+        log_level = env.get("GPULAYER_LOG") or None
+        if log_level is not None and log_level.lower() not in _LOG_LEVELS:
             raise UsageError(f"GPULAYER_LOG={log_level!r} is not a log level; choose one of {', '.join(_LOG_LEVELS)}")
         return cls(
             home=home.expanduser(),
             runtime_dir=Path(env.get("GPULAYER_RUNTIME_DIR") or _default_runtime_dir()).expanduser(),
             hosts=env.get("GPULAYER_HOSTS") or None,
-            log_level=log_level.upper(),
+            log_level=log_level and log_level.lower(),
         )
 
     def private_dir(self, path: Path) -> Path:

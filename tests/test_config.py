@@ -34,7 +34,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("GPULAYER_RUNTIME_DIR", str(tmp_path / "r"))
     monkeypatch.setenv("GPULAYER_HOSTS", "lab")
     monkeypatch.setenv("GPULAYER_LOG", "debug")
-    assert settings() == Settings(tmp_path / "h", tmp_path / "r", "lab", "DEBUG")
+    assert settings() == Settings(tmp_path / "h", tmp_path / "r", "lab", "debug")
 
 
 def test_settings_have_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_settings_have_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert settings() == Settings(tmp_path / ".config" / "gpulayer", tmp_path / "gpulayer", None, "INFO")
+    assert settings() == Settings(tmp_path / ".config" / "gpulayer", tmp_path / "gpulayer", None, None)
 
 
 def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     found = settings()
-    assert (found.home, found.hosts, found.log_level) == (tmp_path / ".config" / "gpulayer", None, "INFO")
+    assert (found.home, found.hosts, found.log_level) == (tmp_path / ".config" / "gpulayer", None, None)
     assert found.runtime_dir.name == f"gpulayer-{os.getuid()}"
 
 

@@ -61,7 +61,7 @@ def _stop_at_end_of_stdin(agent: Agent) -> None:
 def main() -> int:
     """Run until stopped; 1 and one line on stderr if it could not start."""
     settings = Settings.from_environment()
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=(settings.log_level or "info").upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     loop = new_loop()
     asyncio.set_event_loop(loop)
     try:

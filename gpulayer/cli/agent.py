@@ -59,7 +59,7 @@ def run_up(args: argparse.Namespace) -> int:
         return _detach(settings, command)
     from gpulayer.runtime.connect import agent_environment
 
-    env = {**agent_environment(settings), "GPULAYER_LOG": settings.log_level.lower()}
+    env = agent_environment(settings, log_level="info")
     os.execve(sys.executable, command, env)  # noqa: S606 - this process becomes the agent
     return 0
 
@@ -69,7 +69,7 @@ def _detach(settings: Settings, command: list[str]) -> int:
 
     folder = settings.private_dir(settings.runtime_dir)
     log_path = folder / "agent.log"
-    env = {**agent_environment(settings), "GPULAYER_LOG": settings.log_level.lower()}
+    env = agent_environment(settings, log_level="info")
     with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "ab") as log:
         before_bytes = os.fstat(log.fileno()).st_size
         process = subprocess.Popen(

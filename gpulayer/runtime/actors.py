@@ -15,7 +15,7 @@ from gpulayer.errors import ActorDiedError, GetTimeoutError, GPUlayerError, Task
 from gpulayer.resources import Address
 from gpulayer.runtime import session as sessions
 from gpulayer.runtime.calls import Call, Shipped, pack_arguments
-from gpulayer.runtime.options import Options
+from gpulayer.runtime.options import Options, lease_body
 from gpulayer.runtime.refs import Entry, ObjectRef
 from gpulayer.runtime.session import Session
 from gpulayer.runtime.tasks import cancel_sent
@@ -259,21 +259,6 @@ def request_lease(session: Session, queue: ActorQueue, options: Options, label: 
             queue.place_at(Address(host.id, answer.body["worker"]))
 
     session.endpoint.request(Address(host.id), Kind.ASK, lease_body(options, label, kind, meta), (), on_answer)
-
-
-def lease_body(options: Options, label: str, kind: str, meta: bytes = b"", wait: bool = True) -> dict[str, Any]:
-    """The question that asks an agent for a worker."""
-    return {
-        "m": "lease",
-        "cpus": options.need.cpus,
-        "gpus": options.need.gpus,
-        "kind": kind,
-        "label": label,
-        "name": options.name or "",
-        "modules": list(options.modules),
-        "meta": meta,
-        "wait": wait,
-    }
 
 
 def release(session: Session, queue: ActorQueue, reason: str) -> None:

@@ -14,14 +14,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from gpulayer.config import Settings, parse_address, read_hosts_file
 from gpulayer.errors import ConnectError, NotConnectedError, UsageError
 from gpulayer.resources import DEFAULT_PORT, Address, Host, new_id
-from gpulayer.runtime import records
+from gpulayer.runtime import launch, records
 from gpulayer.runtime import session as sessions
 from gpulayer.runtime.io_thread import IOThread
 from gpulayer.runtime.session import Session
@@ -195,24 +194,23 @@ def _spawn_agent(settings: Settings, arguments: list[str]) -> subprocess.Popen[b
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=agent_environment(settings),
+        env=agent_environment(settings, log_level="warning"),
         start_new_session=True,  # Ctrl-C in the terminal is for the program, which then tells its agent
     )
     _embedded.append(process)
     return process
 
 
-def agent_environment(settings: Settings) -> dict[str, str]:
-    """The environment of an agent started from here: it finds this very GPUlayer, and the same folders."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
+def agent_environment(settings: Settings, *, log_level: str) -> dict[str, str]:
+    """The environment of an agent started from here: it finds this very GPUlayer, and the same folders.
+
+    `log_level` counts where GPULAYER_LOG is not set. Workers get the user's own variables back (`launch.restore`).
+    """
     return {
-        **os.environ,
-        "PYTHONPATH": path,
+        **launch.own_paths(os.environ),
         "GPULAYER_HOME": str(settings.home),
         "GPULAYER_RUNTIME_DIR": str(settings.runtime_dir),
-        "GPULAYER_LOG": os.environ.get("GPULAYER_LOG", "warning"),
-        "PYTHONSAFEPATH": "1",
+        "GPULAYER_LOG": settings.log_level or log_level,
     }
 
 
@@ -311,8 +309,10 @@ def _end_embedded() -> None:
 
 
 def _make_default() -> Session:
-    connect()
-    session = sessions.current_or_none()
+    with _mutex:  # of several threads that call at once, one connects
+        if sessions.current_or_none() is None:
+            connect()
+        session = sessions.current_or_none()
     assert session is not None
     return session
 

@@ -48,6 +48,9 @@ class Executor:
         self._mutex = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting = False  # the running call waits for others
+        self._keeps_order = False  # an actor's and a gang's calls are not interchangeable
+        self._coroutine: asyncio.Task[Any] | None = None
+        self._own: GPUlayerError | None = None  # the last error that is the executor's own, not user code's
         self._broken = ""  # why the actor's constructor failed
         self.host = ""
         self.caller: Address | None = None
@@ -60,6 +63,8 @@ class Executor:
         function = split_payloads(message)[0]
         if function:
             self._shipped[message.body["f"]] = function
+        if message.body["op"] != "task":
+            self._keeps_order = True
         if self._waiting and message.body["op"] == "task":
             self._hand_back(source, message)
         else:
@@ -68,12 +73,12 @@ class Executor:
     def set_waiting(self, waits: bool) -> None:
         """The running call waits for others: tasks sent ahead go back to their callers, for they may be what it waits for."""
         self._waiting = waits
-        while waits:
+        while waits and not self._keeps_order:
             try:
                 item = self._calls.get_nowait()
             except queue.Empty:
                 return
-            if item is None or item[1].body["op"] != "task":  # an actor's calls keep their order
+            if item is None:
                 self._calls.put(item)
                 return
             self._hand_back(*item)
@@ -119,7 +124,7 @@ class Executor:
         context.enter(lambda value: self._reply(source, message.id, Kind.YIELD, {}, serialize.dumps(value)))
         try:
             if dropped:
-                raise TaskCancelledError(f"{message.body['n']} was cancelled before it ran")
+                raise self._mine(TaskCancelledError(f"{message.body['n']} was cancelled before it ran"))
             frames = self._call(message)
         except SystemExit:  # ends the process, and its callers hear that from the agent
             raise
@@ -127,7 +132,7 @@ class Executor:
             self._finish(key)
             if message.body["op"] == "create":
                 self._broken = f"its constructor failed with {type(error).__name__}: {_text(error)}"
-            self._reply(source, message.id, Kind.FAIL, *describe_failure(error))
+            self._reply(source, message.id, Kind.FAIL, *describe_failure(error, own=error is self._own))
         else:
             self._finish(key)
             self._reply(source, message.id, Kind.REPLY, {"s": time.perf_counter() - started_s}, frames)
@@ -155,7 +160,8 @@ class Executor:
         body = message.body
         if body["op"] == "method":
             if self._actor is None:
-                raise ActorDiedError(name=body["n"].partition(".")[0], host=self.host, pid=os.getpid(), cause=self._broken)
+                name = body["n"].partition(".")[0]
+                raise self._mine(ActorDiedError(name=name, host=self.host, pid=os.getpid(), cause=self._broken))
             return getattr(self._actor, body["method"])
         digest = body["f"]
         if digest in self._shipped:
@@ -167,7 +173,20 @@ class Executor:
         """Async functions and methods run to their end, one at a time, on a loop that lives as long as the worker."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(coroutine)
+        task = self._coroutine = self._loop.create_task(coroutine)
+        try:
+            return self._loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            if self._running not in self._cancelled:
+                raise
+            raise self._mine(TaskCancelledError("the call was cancelled while it ran")) from None
+        finally:
+            self._coroutine = None
+
+    def _mine(self, error: GPUlayerError) -> GPUlayerError:
+        """Note that this error comes from here: it travels as facts, while whatever user code raises travels as its own."""
+        self._own = error
+        return error
 
     def _finish(self, key: tuple[Address, int]) -> None:
         for stream in (sys.stdout, sys.stderr):  # an unfinished line would be lost should the worker be ended now
@@ -180,12 +199,15 @@ class Executor:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._interruptible and self._running in self._cancelled:
             self._interruptible = False  # once: a second cancel must not interrupt the handling of the first
-            raise TaskCancelledError("the call was cancelled while it ran")
+            if self._coroutine is not None and self._loop is not None:  # asyncio swallows what is raised between two callbacks
+                self._loop.call_soon_threadsafe(self._coroutine.cancel)
+                return
+            raise self._mine(TaskCancelledError("the call was cancelled while it ran"))
 
 
-def describe_failure(error: BaseException) -> tuple[dict[str, Any], list[Buffer]]:
-    """(body, frames) of a FAIL: our own errors as facts; the user's as text, and pickled if it survives that."""
-    if isinstance(error, GPUlayerError):
+def describe_failure(error: BaseException, *, own: bool = False) -> tuple[dict[str, Any], list[Buffer]]:
+    """(body, frames) of a FAIL: the executor's `own` errors as facts; the user's as text, and pickled if it survives that."""
+    if own and isinstance(error, GPUlayerError):
         return to_facts(error), []
     trace = "".join(traceback.format_exception(type(error), error, _user_part(error)))
     cls = type(error)

@@ -22,10 +22,10 @@ from typing import Any
 from gpulayer.errors import GPUlayerError, PlacementError, TrainingError, UsageError, VersionMismatchError, from_facts
 from gpulayer.resources import Address, Host, Resources, new_id
 from gpulayer.runtime import session as sessions
-from gpulayer.runtime.actors import ActorQueue, lease_body, release
+from gpulayer.runtime.actors import ActorQueue, release
 from gpulayer.runtime.calls import Call, Shipped, pack_arguments
 from gpulayer.runtime.connect import disconnect
-from gpulayer.runtime.options import Options
+from gpulayer.runtime.options import Options, lease_body
 from gpulayer.runtime.refs import Entry
 from gpulayer.runtime.session import Session
 from gpulayer.scheduler.placement import place_gang

@@ -73,4 +73,7 @@ class IOThread:
         self._wake_planned = False  # before looking: what is posted from here on plans another wake
         while self._posted:
             function, args = self._posted.popleft()
-            function(*args)
+            try:
+                function(*args)
+            except Exception as error:  # noqa: BLE001 - a fault in one must not strand those posted behind it
+                self.loop.call_exception_handler({"message": f"{function} failed", "exception": error})

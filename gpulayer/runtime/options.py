@@ -14,6 +14,18 @@ from gpulayer.scheduler.ledger import check_need
 
 _TASK = ("num_cpus", "num_gpus", "host")
 _ACTOR = (*_TASK, "name")
+_NOT_YET = (
+    "lifetime",
+    "max_concurrency",
+    "max_pending",
+    "max_restarts",
+    "max_retries",
+    "memory",
+    "num_returns",
+    "retries",
+    "zone",
+)
+"""Options of the design, or of Ray, that are not there yet: refused by name, so that nobody believes they act."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,8 @@ class Options:
         """The same with some values replaced. Raises `UsageError` for an unknown or impossible one."""
         known = _ACTOR if actor else _TASK
         for key in given:
+            if key in _NOT_YET:
+                raise UsageError(f"option {key!r} is not supported yet. Known options: {', '.join(known)}")
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else "."
@@ -53,6 +67,21 @@ def _text(given: dict[str, Any], key: str, default: str | None) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise UsageError(f"{key}={value!r} is not a name")
     return value
+
+
+def lease_body(options: Options, label: str, kind: str, meta: bytes = b"", wait: bool = True) -> dict[str, Any]:
+    """The question that asks an agent for a worker."""
+    return {
+        "m": "lease",
+        "cpus": options.need.cpus,
+        "gpus": options.need.gpus,
+        "kind": kind,
+        "label": label,
+        "name": options.name or "",
+        "modules": list(options.modules),
+        "meta": meta,
+        "wait": wait,
+    }
 
 
 TASK_DEFAULT = Options(Resources(cpus=1.0))

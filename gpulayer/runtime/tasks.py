@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gpulayer.errors import GPUlayerError, HostLostError, PlacementError, TaskCancelledError, from_facts
 from gpulayer.resources import Address, Host, Resources
 from gpulayer.runtime.calls import HANDED_BACK, Call
+from gpulayer.runtime.options import Options, lease_body
 from gpulayer.scheduler.placement import place
 from gpulayer.wire.message import Kind, Message
 
@@ -143,14 +144,8 @@ class TaskPool:
             queue.waiting.clear()
             return False
         queue.requested[host.id] = queue.requested.get(host.id, 0) + 1
-        body = {
-            "m": "lease",
-            "cpus": shape.need.cpus,
-            "gpus": shape.need.gpus,
-            "kind": "task",
-            "label": queue.waiting[0].name,
-            "modules": list(shape.modules),
-        }
+        body = lease_body(Options(shape.need), queue.waiting[0].name, "task")
+        body["modules"] = list(shape.modules)
         session.endpoint.request(Address(host.id), Kind.ASK, body, (), lambda answer: self._got_answer(queue, host, answer))
         return True
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpulayer.errors import GPUlayerError
 from gpulayer.resources import Address
-from gpulayer.runtime import modules
+from gpulayer.runtime import launch, modules
 from gpulayer.runtime import session as sessions
 from gpulayer.runtime.executor import Executor
 from gpulayer.runtime.io_thread import IOThread
@@ -107,6 +107,7 @@ def _use_threads(threads: int) -> None:
 
 def main(config: dict[str, Any]) -> int:
     """Be a worker; returns the exit code."""
+    launch.restore(os.environ)
     sys.path[:] = [entry for entry in sys.path if entry not in ("", os.curdir)]
     sys.argv = [""]
     try:

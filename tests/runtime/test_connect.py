@@ -377,3 +377,18 @@ def test_program_that_is_killed_leaves_nothing(start_script, own_folders):
     process.kill()
     process.wait()
     wait_until(lambda: not any(child.is_running() for child in below), 10, "the end of agent and workers")
+
+
+def test_first_calls_of_several_threads_connect_once(run_script):
+    done = run_script("""
+import threading, gpulayer
+barrier, results = threading.Barrier(4), []
+def call():
+    barrier.wait()
+    results.append(gpulayer.get(gpulayer.remote(lambda: 42).remote()))
+threads = [threading.Thread(target=call) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(results)
+""")
+    assert done.stdout.strip() == "[42, 42, 42, 42]", done.stderr

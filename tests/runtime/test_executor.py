@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 import time
 
 import pytest
 
-from gpulayer.errors import ActorDiedError, TaskCancelledError, UsageError
+import gpulayer
+from gpulayer.errors import ActorDiedError, GPUlayerError, TaskCancelledError, UsageError
 from gpulayer.resources import Address, new_id
 from gpulayer.runtime import context
 from gpulayer.runtime.calls import HANDED_BACK, Call, Shipped, pack_arguments
@@ -13,6 +16,7 @@ from gpulayer.runtime.executor import Executor, describe_failure
 from gpulayer.runtime.refs import Entry, to_exception
 from gpulayer.wire import serialize
 from gpulayer.wire.message import Kind, Message
+from tests.conftest import wait_until
 
 CALLER = Address(new_id(), new_id())
 
@@ -192,7 +196,7 @@ def test_an_actors_calls_are_never_handed_back(harness):
 
 
 def test_own_error_travels_as_facts():
-    body, frames = describe_failure(UsageError("wrong"))
+    body, frames = describe_failure(UsageError("wrong"), own=True)
     assert (body["error"], body["message"], frames) == ("UsageError", "wrong", [])
 
 
@@ -232,3 +236,78 @@ def test_error_that_cannot_be_pickled_still_tells_type_and_text(error, text):
     assert type(error).__name__ in body["type"]
     assert text in body["text"]
     assert isinstance(arrived, Exception)
+
+
+@gpulayer.remote
+class Waiter:
+    def __init__(self):
+        self.order = []
+
+    def wait_for(self, number, ref):
+        self.order.append(number)
+        return gpulayer.get(ref[0]) if ref else None
+
+    async def sleep_then_mark(self):
+        await asyncio.sleep(0.6)
+        self.order.append("marked")
+
+    async def nap(self):
+        await asyncio.sleep(1.0)
+        return self.order
+
+
+def test_an_actors_calls_keep_their_order_when_one_waits_for_a_task(shared):
+    @gpulayer.remote
+    def slow():
+        time.sleep(0.3)
+
+    waiter = Waiter.remote()
+    refs = [waiter.wait_for.remote(number, [slow.remote()] if number == 0 else []) for number in range(6)]
+    gpulayer.get(refs)
+    assert gpulayer.get(waiter.nap.remote()) == [0, 1, 2, 3, 4, 5]
+
+
+def test_cancelled_coroutine_does_not_go_on_inside_the_next_call(shared):
+    waiter = Waiter.remote()
+    assert gpulayer.get(waiter.wait_for.remote("first", [])) is None
+    ref = waiter.sleep_then_mark.remote()
+    wait_until(lambda: gpulayer.wait([ref], timeout=0.2)[0] == [], 5)
+    gpulayer.cancel(ref)
+    with pytest.raises(TaskCancelledError):
+        gpulayer.get(ref)
+    assert gpulayer.get(waiter.nap.remote()) == ["first"]
+
+
+class OwnError(GPUlayerError):
+    """A user's error that happens to stand in our tree."""
+
+
+def test_users_error_in_our_tree_keeps_type_facts_and_traceback(shared):
+    @gpulayer.remote
+    def fails():
+        raise OwnError("something", thing=object)
+
+    with pytest.raises(OwnError, match="something") as caught:
+        gpulayer.get(fails.remote())
+    assert caught.value.facts == {"thing": object}
+    assert "in fails" in str(caught.value.__cause__)
+
+
+def test_death_of_another_actor_seen_in_user_code_is_not_ones_own(shared):
+    @gpulayer.remote
+    class Caller:
+        def call(self, other):
+            return gpulayer.get(other.die.remote())
+
+        def ping(self):
+            return "alive"
+
+    @gpulayer.remote
+    class Victim:
+        def die(self):
+            os._exit(3)
+
+    caller = Caller.remote()
+    with pytest.raises(ActorDiedError, match="exit code 3"):
+        gpulayer.get(caller.call.remote(Victim.remote()))
+    assert gpulayer.get(caller.ping.remote()) == "alive"

@@ -78,3 +78,15 @@ def test_stop_ends_the_thread():
     io.stop()
     assert io.loop.is_closed()
     assert "test-io-2" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_fault_in_one_posted_function_does_not_strand_the_next():
+    io = IOThread("test")
+    told = []
+    io.loop.call_soon_threadsafe(lambda: io.loop.set_exception_handler(lambda loop, context: told.append(context["exception"])))
+    done = threading.Event()
+    io.post(lambda: 1 / 0)
+    io.post(done.set)
+    assert done.wait(5)
+    assert isinstance(told[0], ZeroDivisionError)
+    io.stop()

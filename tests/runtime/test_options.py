@@ -54,3 +54,9 @@ def test_decorator_refuses_an_unknown_option_at_once():
 def test_options_method_refuses_an_unknown_option():
     with pytest.raises(UsageError, match="did you mean 'num_gpus'"):
         gpulayer.remote(print).options(num_gps=1)
+
+
+@pytest.mark.parametrize("key", ["retries", "max_concurrency", "max_restarts", "zone"])
+def test_option_of_the_design_that_is_not_there_yet_says_so(key):
+    with pytest.raises(UsageError, match=f"{key}.*not supported yet"):
+        gpulayer.remote(**{key: 2})(lambda: None)
