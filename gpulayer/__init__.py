@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gpulayer import callbacks as callbacks
     from gpulayer import errors as errors
+    from gpulayer import loggers as loggers
     from gpulayer.errors import GPUlayerError as GPUlayerError
     from gpulayer.runtime.actors import ActorHandle as ActorHandle
     from gpulayer.runtime.actors import get_actor as get_actor
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from gpulayer.runtime.remote import put as put
     from gpulayer.runtime.remote import remote as remote
     from gpulayer.runtime.remote import wait as wait
-    from gpulayer.train import callbacks as callbacks
-    from gpulayer.train import loggers as loggers
     from gpulayer.train.callbacks import Callback as Callback
     from gpulayer.train.module import LightningDataModule as LightningDataModule
     from gpulayer.train.module import LightningModule as LightningModule
@@ -54,7 +54,7 @@ _HOME = {
     "seed_everything": "gpulayer.train.rng",
     "wait": "gpulayer.runtime.remote",
 }
-_MODULES = {"callbacks": "gpulayer.train.callbacks", "errors": "gpulayer.errors", "loggers": "gpulayer.train.loggers"}
+_MODULES = {"callbacks": "gpulayer.callbacks", "errors": "gpulayer.errors", "loggers": "gpulayer.loggers"}
 
 __all__ = [
     "ActorHandle",

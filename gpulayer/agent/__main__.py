@@ -29,13 +29,15 @@ def parse(argv: list[str] | None = None) -> AgentOptions:
     parser.add_argument("--record", default="")
     parser.add_argument("--zone", default="")
     parser.add_argument("--cpus", type=float)
-    parser.add_argument("--gpus", help="comma-separated indices of this agent's GPUs; all if left out")
+    parser.add_argument("--share", default="1/1", metavar="N/COUNT", help="offer the N-th of COUNT shares of this machine")
     parser.add_argument("--preload", default="", help="comma-separated modules that workers should have imported")
     parser.add_argument("--embedded", action="store_true")
     args = parser.parse_args(argv)
-    gpus = None if args.gpus is None else tuple(int(index) for index in args.gpus.split(",") if index)
+    number, count = (int(part) for part in args.share.split("/"))
     preload = tuple(name for name in args.preload.split(",") if name)
-    return AgentOptions(args.bind, args.port, args.name, args.record, args.zone, args.cpus, gpus, preload, args.embedded)
+    return AgentOptions(
+        args.bind, args.port, args.name, args.record, args.zone, args.cpus, (number, count), preload, args.embedded
+    )
 
 
 async def serve(options: AgentOptions) -> None:

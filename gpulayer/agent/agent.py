@@ -37,7 +37,11 @@ from gpulayer.wire.rpc import Dial
 log = logging.getLogger("gpulayer.agent")
 
 DRIVER_LEASE_S = 8.0
-"""A driver that says nothing for so long is gone, and all it ran ends: well inside the promised 10 s."""
+"""A driver without a connection that says nothing for so long is gone, and all it ran ends: inside the promised 10 s."""
+SILENT_S = 2.0
+"""After so long without a word, see whether its connection stands."""
+RECONNECT_S = 1.0
+"""A connection that drops may come back within so long."""
 CHECK_S = 0.5
 KEPT_OBITUARIES = 1000
 KEPT_RUNS = 20
@@ -53,7 +57,7 @@ class AgentOptions:
     record: str = ""  # name of its record and socket in the runtime folder; "" for agent-PORT
     zone: str = ""
     cpus: float | None = None
-    gpus: tuple[int, ...] | None = None  # which of the host's GPUs are this agent's; None for all
+    share: tuple[int, int] = (1, 1)  # the n-th of so many agents that divide this machine between them
     preload: tuple[str, ...] = ()
     embedded: bool = False
 
@@ -72,6 +76,7 @@ class Agent:
         self.runs: dict[bytes, dict[str, dict[str, Any]]] = {}
         self._authenticator: Authenticator | None = None
         self._lease_check: asyncio.TimerHandle | None = None
+        self._checked_s = time.monotonic()
 
     # --- start, serve, drain, stop
 
@@ -123,15 +128,14 @@ class Agent:
     def _describe(self, port: int | None) -> Host:
         address = f"{self.options.bind}:{port}" if port else ""
         host = hardware.describe(self.id, self.options.name, address, cpus=self.options.cpus)
-        if self.options.gpus is not None:
-            mine = [host.gpus[index] for index in self.options.gpus if index < len(host.gpus)]
-            host = replace(host, devices=(*mine, *(device for device in host.devices if not device.is_gpu)))
-        return replace(host, pid=os.getpid(), zone=self.options.zone)
+        number, count = self.options.share
+        mine = (*host.gpus[number - 1 :: count], *(device for device in host.devices if not device.is_gpu))
+        cpus = max(1.0, host.cpus // count) if count > 1 else host.cpus
+        return replace(host, devices=mine, cpus=cpus, pid=os.getpid(), zone=self.options.zone)
 
     def drain(self) -> None:
         """Tell every peer that this host is going."""
-        for peer in list(self.peers.known.values()):
-            self.peers.tell(Address(self.id, peer.id), "closing")
+        self.peers.tell_all("closing")
 
     async def stop(self) -> None:
         """End all workers, close the sockets, remove the record."""
@@ -161,29 +165,43 @@ class Agent:
             return None
         peer = Peer(peer_id, str(body["kind"]), lane, key, body)
         self.peers.answer(lane, peer_id, Message(Kind.WELCOME, 0, {"host": self.host.to_plain()}))
-        log.info("welcome %s %s", peer.kind, peer.name)
+        log.log(_level(peer), "welcome %s %s", peer.kind, peer.name)
         return peer
 
     def _peer_gone(self, peer: Peer, why: str) -> list[Worker]:
-        log.info("%s %s is gone: %s", peer.kind, peer.name, why)
+        log.log(_level(peer), "%s %s is gone: %s", peer.kind, peer.name, why)
         self.peers.forget(peer.id)
+        self._allowed.withdraw(peer.id)
         self.runs.pop(peer.id, None)
         return self.leases.end_all_of(peer.id, f"its owner {peer.name} is gone ({why})")
 
     def _check_leases(self) -> None:
-        """Twice a second: drivers that are silent, whose process has ended or whose key was revoked lose what they hold."""
+        """Twice a second: drivers that are out of reach, whose process has ended or whose key is trusted no more lose all.
+
+        A driver may say nothing for long, as when its user's code holds the GIL: then it is its process that counts, or
+        over TCP its connection, which libzmq's own thread keeps up over there.
+        """
         self._lease_check = self._loop.call_later(CHECK_S, self._check_leases)
         now = time.monotonic()
+        late_s, self._checked_s = max(0.0, now - self._checked_s - CHECK_S), now
         for peer in list(self.peers.known.values()):
             if peer.kind == "worker":
                 continue
-            if now - peer.heard_s > DRIVER_LEASE_S:
-                self._peer_gone(peer, f"silent for {DRIVER_LEASE_S:g} s")
-            elif not peer.key and not records.is_running(peer.hello["pid"], peer.hello["born_s"]):
-                self._peer_gone(peer, "its process has ended")
-            elif peer.key and not self._doorkeeper.knows(peer.kind, peer.key):
-                self._peer_gone(peer, "its key was revoked")
-        self.peers.links.check()
+            if not peer.key:
+                if not records.is_running(peer.hello["pid"], peer.hello["born_s"]):
+                    self._peer_gone(peer, "its process has ended")
+            elif self._is_out_of_reach(peer, now, late_s):
+                self._peer_gone(peer, f"silent for {DRIVER_LEASE_S:g} s, and its connection is gone")
+            elif not self._doorkeeper.knows(peer.kind, peer.key):
+                self._peer_gone(peer, "its key is trusted no more")
+        self.peers.links.check(late_s)
+
+    def _is_out_of_reach(self, peer: Peer, now: float, late_s: float) -> bool:
+        """Over TCP. `late_s` is for how long this agent could not listen: that time does not count."""
+        peer.heard_s = min(now, peer.heard_s + late_s)
+        if now - peer.heard_s < SILENT_S or self.peers.is_connected(peer):
+            peer.connected_s = now
+        return now - peer.heard_s > DRIVER_LEASE_S and now - peer.connected_s > RECONNECT_S
 
     def _on_worker_exit(self, worker: Worker) -> None:
         address = Address(self.id, worker.id)
@@ -214,7 +232,10 @@ class Agent:
         lease = self.leases.active.get(worker.id)
         if lease is not None:
             owner = Address(self.id, lease.owner)
-            self.peers.tell(owner, "log", label=worker.label, pid=worker.pid, host=self.host.name, stream=stream, lines=lines)
+            running = worker.mark.name if worker.mark is not None and lease.kind == "task" else ""
+            self.peers.tell(
+                owner, "log", label=running or worker.label, pid=worker.pid, host=self.host.name, stream=stream, lines=lines
+            )
 
     def _reclaim(self) -> None:
         """Somebody waits: ask drivers to give back workers that idle."""
@@ -241,6 +262,8 @@ class Agent:
             else:
                 if result is not None:
                     self.peers.send(source, Message(Kind.REPLY, message.id, result))
+        elif message.kind is Kind.CALL:
+            self.peers.send(source, Message(Kind.FAIL, message.id, to_facts(UsageError("an agent runs no calls, a worker does"))))
 
     def _find_answer(self, peer: Peer, message: Message) -> _Answer:
         method = str(message.body.get("m"))
@@ -254,13 +277,17 @@ class Agent:
         return answer
 
     def _on_tell(self, peer: Peer, source: Address, topic: str, body: dict[str, Any]) -> None:
-        if topic == "ping":
+        if peer.kind == "agent" and topic != "ping":
+            if topic == "closing":
+                self.peers.links.lose(peer.id, "its agent is shutting down")
+            elif topic not in ("pong", "nudge"):
+                self._refuse_tell(peer, topic)
+        elif topic == "ping":
             ledger = self.leases.ledger
             load = {"cpus_free": ledger.cpus_free, "gpus_free": ledger.gpus_free, "waiting": len(self.leases.queue)}
             self.peers.tell(source, "pong", **load)
         elif peer.kind in _MAY_ASK:
-            self.peers.refused += 1
-            log.warning("refused: %s %s may not tell %r", peer.kind, peer.name, topic)
+            self._refuse_tell(peer, topic)
         elif topic in ("blocked", "unblocked"):
             self.leases.set_blocked(peer.id, topic == "blocked")
         elif topic == "status" and (worker := self.pool.workers.get(peer.id)) is not None:
@@ -270,6 +297,10 @@ class Agent:
             runs[str(body["run"]["id"])] = {**body["run"], "driver": peer.name}
             if len(runs) > KEPT_RUNS:
                 del runs[next(iter(runs))]
+
+    def _refuse_tell(self, peer: Peer, topic: str) -> None:
+        self.peers.refused += 1
+        log.warning("refused: %s %s may not tell %r", peer.kind, peer.name, topic)
 
     def _answer_lease(self, peer: Peer, source: Address, message: Message) -> None:
         def answer(result: dict[str, Any] | GPUlayerError) -> None:
@@ -312,8 +343,8 @@ class Agent:
             if item["id"] == self.id:
                 continue
             if item["key"]:
-                self._allowed.allow(item["key"], "agent")
-            self.peers.links.introduce(item["id"], Dial(item["name"], item["endpoint"], identity, item["key"] or None), hello)
+                self._allowed.allow(item["key"], "agent", peer.id)
+            self.peers.introduce(item["id"], Dial(item["name"], item["endpoint"], identity, item["key"] or None), hello)
         return {}
 
     def _answer_goodbye(self, peer: Peer, source: Address, message: Message) -> None:
@@ -335,6 +366,11 @@ class Agent:
     def _answer_shutdown(self, peer: Peer, source: Address, message: Message) -> dict[str, Any]:
         self._loop.call_later(0.05, self.stopped.set)
         return {"pid": os.getpid()}
+
+
+def _level(peer: Peer) -> int:
+    """`gpulayer top` comes and goes every second: that is no news."""
+    return logging.DEBUG if peer.kind == "viewer" else logging.INFO
 
 
 _Answer = Callable[[Agent, Peer, Address, Message], "dict[str, Any] | None"]

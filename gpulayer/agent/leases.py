@@ -33,6 +33,7 @@ class Lease:
     modules: list[str]
     meta: bytes  # opaque to the agent: how to rebuild a named actor's handle
     answer: Answer
+    threads: int
     grant: Grant | None = None
     worker: Worker | None = None
     blocked: bool = False
@@ -145,13 +146,14 @@ class Leases:
                 f"an actor named {name!r} exists already; get it with gpulayer.get_actor({name!r}), or choose another name"
             )
         modules = [str(module) for module in body.get("modules", [])]
-        return Lease(owner, need, str(body["kind"]), str(body["label"]), name, modules, body.get("meta", b""), answer)
+        threads = int(body.get("threads", 0)) or max(1, int(need.cpus))
+        return Lease(owner, need, str(body["kind"]), str(body["label"]), name, modules, body.get("meta", b""), answer, threads)
 
     def _start(self, lease: Lease, grant: Grant) -> None:
         """Everything up to the fork happens at once, so that the end of owner or worker finds the lease from here on."""
         lease.grant = grant
         lease.devices = tuple(self._host.gpus[index] for index in grant.gpus)
-        threads = max(1, int(lease.need.cpus))
+        threads = lease.threads
         env = {**visible_devices_env(lease.devices), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         try:
             worker = self._pool.fork(lease.label, env, threads, lease.modules)

@@ -11,18 +11,16 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpulayer.errors import HostLostError
 from gpulayer.resources import AGENT_PEER, Address
 from gpulayer.wire import reach
+from gpulayer.wire.channel import Frame, Lane
 from gpulayer.wire.message import Buffer, Kind, Message, encode, make_route, pack
 from gpulayer.wire.rpc import CONFIRM_PAUSE_S, CONFIRM_TRIES, HOST_LOST_S, Channel, Dial
 
-if TYPE_CHECKING:
-    import zmq
-
-Frames = Sequence["zmq.Frame | Buffer"]
+Frames = Sequence[Frame | Buffer]
 OnLost = Callable[["Link", HostLostError], None]
 
 
@@ -45,7 +43,7 @@ class Links:
         self,
         loop: asyncio.AbstractEventLoop,
         me: Address,
-        on_frames: Callable[[bytes, list[zmq.Frame]], None],
+        on_frames: Callable[[bytes, Lane, list[Frame]], None],
         on_lost: OnLost,
     ) -> None:
         self._loop = loop
@@ -97,10 +95,14 @@ class Links:
             name = link.channel.dial.name
             self._on_lost(link, HostLostError(f"host {name} is lost, as seen from the host that relays to it: {why}", host=name))
 
-    def check(self) -> None:
-        """From time to time: renew our place with the other agents, and give up those that are silent."""
+    def check(self, late_s: float = 0.0) -> None:
+        """From time to time: renew our place with the other agents, and give up those that are silent.
+
+        `late_s` is for how long this agent could not listen: that time does not count.
+        """
         now = time.monotonic()
         for host, link in list(self._open.items()):
+            link.heard_s = min(now, link.heard_s + late_s)
             if now - link.heard_s > HOST_LOST_S:
                 self.lose(host, f"nothing was heard from it for {HOST_LOST_S:g} s")
             elif link.welcomed:
@@ -118,7 +120,7 @@ class Links:
         dial = self._dials.get(host)
         if dial is None:
             return None
-        channel = Channel(self._loop, dial, self._me.host, lambda frames: self._on_frames(host, frames))
+        channel = Channel(self._loop, dial, self._me.host, lambda frames: self._on_frames(host, channel.control, frames))
         link = self._open[host] = Link(host, channel)
         channel.monitor.on_disconnect = lambda: self._spawn(self._confirm_loss(link))
         channel.monitor.failure.add_done_callback(lambda failure: self._handshake_failed(link, failure))

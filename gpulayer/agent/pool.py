@@ -41,7 +41,8 @@ class Worker:
     ended: asyncio.Future[None]  # its process has ended
     gone: asyncio.Future[None]  # ... and its output has been read
     folder: Path
-    mark: Path  # where it notes which call it starts
+    mark_path: Path  # where it notes which call it starts
+    mark: StartMark | None = None
     started_last: tuple[Address, int] | None = None  # (caller, number), known once it has ended
     pid: int = 0
     has_said_hello: bool = False
@@ -99,12 +100,12 @@ class Pool:
             "env": env,
             "threads": threads,
             "cwd": str(folder),
-            "mark": str(worker.mark),
+            "mark": str(worker.mark_path),
             "preload": modules,
         }
         try:
             folder.mkdir(mode=0o700, parents=True)
-            StartMark.create(worker.mark)
+            worker.mark = StartMark.create(worker.mark_path)
             pipes = self._pipes(worker)
         except OSError as error:
             raise WorkerStartError(f"a worker for {label} cannot start: {error.strerror}: {error.filename or 'pipe'}") from None
@@ -228,7 +229,7 @@ class Pool:
             error = WorkerStartError(f"a worker for {worker.label} ended while starting: {cause}", stderr=self.stderr(worker))
             worker.ready.set_exception(error)
             worker.ready.exception()
-        worker.started_last = StartMark.take(worker.mark)
+        worker.started_last = StartMark.take(worker.mark_path)
         shutil.rmtree(worker.folder, ignore_errors=True)
         self._on_exit(worker)
         worker.ended.set_result(None)

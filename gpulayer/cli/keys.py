@@ -17,6 +17,8 @@ from typing import Any
 from gpulayer.config import Settings
 from gpulayer.wire import keys
 
+_ROLES = "a driver runs code as you; an agent relays for its host's processes, so it is as trusted as a driver; a viewer looks"
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb `keys` and its own verbs to the command line."""
@@ -34,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     listing.add_argument("--json", action="store_true", help="print JSON")
     add = verbs.add_parser("add", help="let the holder of a key connect here")
     add.add_argument("public", metavar="PUBLIC", help="what `gpulayer keys show` prints there, in single quotes")
-    add.add_argument("--role", required=True, choices=keys.ROLES, help="a driver runs code as you; a viewer only looks")
+    add.add_argument("--role", required=True, choices=keys.ROLES, help=_ROLES)
     add.add_argument("--comment", default="", help="whose key it is")
     trust = verbs.add_parser("trust", help="say which key a host must have when you connect to it")
     trust.add_argument("address", metavar="HOST:PORT")

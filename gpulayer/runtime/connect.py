@@ -83,7 +83,7 @@ def connect(hosts: str | Sequence[str] | None = None, *, local: int | None = Non
         except BaseException:
             _tear_down(session)
             raise
-        session.on_tell["log"] = print_lines
+        session.on_tell["log"] = lambda source, body: session.output_context.run(print_lines, source, body)
         session.on_tell["closing"] = lambda source, _: session.endpoint.lose(source.host, "its agent is shutting down")
         sessions.set_current(session)
         return Connection(session)
@@ -167,12 +167,11 @@ def _this_machine(settings: Settings) -> Dial:
 def _start_local(settings: Settings, count: int) -> list[Dial]:
     """`count` agents that each take a share of this machine, with a port and a key like agents elsewhere."""
     identity = keys.load_or_make_identity(settings.home)
-    cpus = max(1.0, (os.cpu_count() or 1) // count)
     starting = [
         _spawn_agent(
-            settings, ["--port", "0", "--name", f"local-{n + 1}", "--record", f"local-{os.getpid()}-{n + 1}", "--cpus", str(cpus)]
+            settings, ["--port", "0", "--name", f"local-{n}", "--record", f"local-{os.getpid()}-{n}", "--share", f"{n}/{count}"]
         )
-        for n in range(count)
+        for n in range(1, count + 1)
     ]
     dials: list[Dial] = []
     for number, process in enumerate(starting, 1):

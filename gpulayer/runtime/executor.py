@@ -28,6 +28,7 @@ from gpulayer.wire import serialize
 from gpulayer.wire.message import Buffer, Kind, Message
 
 Reply = Callable[[Address, int, Kind, dict[str, Any], Sequence[Buffer]], None]
+OnStart = Callable[[Address, int, str], None]
 CANCEL_SIGNAL = signal.SIGUSR1
 MAX_TEXT = 100_000
 
@@ -35,7 +36,7 @@ MAX_TEXT = 100_000
 class Executor:
     """The queue and the state of one worker: the functions it has, its actor if it is one."""
 
-    def __init__(self, reply: Reply, on_start: Callable[[Address, int], None] = lambda caller, number: None) -> None:
+    def __init__(self, reply: Reply, on_start: OnStart = lambda caller, number, name: None) -> None:
         self._reply = reply
         self._on_start = on_start
         self._calls: queue.SimpleQueue[tuple[Address, Message] | None] = queue.SimpleQueue()
@@ -116,7 +117,7 @@ class Executor:
         key = (source, message.id)
         started_s = time.perf_counter()
         self.caller = source
-        self._on_start(source, message.id)
+        self._on_start(source, message.id, message.body["n"])
         with self._mutex:
             dropped = key in self._cancelled
             self._running = None if dropped else key
@@ -132,7 +133,8 @@ class Executor:
             self._finish(key)
             if message.body["op"] == "create":
                 self._broken = f"its constructor failed with {type(error).__name__}: {_text(error)}"
-            self._reply(source, message.id, Kind.FAIL, *describe_failure(error, own=error is self._own))
+            where = f"in {message.body['n']}, pid {os.getpid()} on host {self.host}"
+            self._reply(source, message.id, Kind.FAIL, *describe_failure(error, where, own=error is self._own))
         else:
             self._finish(key)
             self._reply(source, message.id, Kind.REPLY, {"s": time.perf_counter() - started_s}, frames)
@@ -205,11 +207,11 @@ class Executor:
             raise self._mine(TaskCancelledError("the call was cancelled while it ran"))
 
 
-def describe_failure(error: BaseException, *, own: bool = False) -> tuple[dict[str, Any], list[Buffer]]:
+def describe_failure(error: BaseException, where: str = "", *, own: bool = False) -> tuple[dict[str, Any], list[Buffer]]:
     """(body, frames) of a FAIL: the executor's `own` errors as facts; the user's as text, and pickled if it survives that."""
     if own and isinstance(error, GPUlayerError):
         return to_facts(error), []
-    trace = "".join(traceback.format_exception(type(error), error, _user_part(error)))
+    trace = (f"{where}\n" if where else "") + "".join(traceback.format_exception(type(error), error, _user_part(error)))
     cls = type(error)
     body = {
         "error": "user",

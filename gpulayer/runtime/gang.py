@@ -10,7 +10,9 @@ because of it (a closed connection, an aborted collective) is set aside.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import queue
+import socket
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -34,6 +36,7 @@ from gpulayer.wire.message import Kind, Message
 
 RESERVE_TRIES = 6
 RESERVE_PAUSE_S = 0.15
+WHOLE_HOST_TRIES = 3
 ECHO_S = 3.0
 """How long a failure that looks like the echo of another rank's waits for that other one to show."""
 
@@ -252,12 +255,13 @@ async def _reserve(reservation: _Reservation, num_nodes: int, devices: int, acce
     if earlier := _unanswered.get(session):
         await asyncio.wait(set(earlier))  # what a run that was interrupted has asked for is given back once it is there
     on_gpu = accelerator in ("gpu", "cuda", "rocm")
-    chosen = place_gang(
-        num_nodes, Resources(float(devices), float(devices) if on_gpu else 0.0), session.cluster(), host=host
-    ).hosts
+    need = Resources(float(devices), float(devices) if on_gpu else 0.0)
+    chosen = place_gang(num_nodes, need, session.cluster(), host=host).hosts
     _check_torch(chosen)
+    addresses = await _meeting_addresses(session, chosen)
     for attempt in range(RESERVE_TRIES):
-        errors = await _ask_leases(reservation, chosen, devices, on_gpu)
+        needs = [_seat_need(session, host_, devices, on_gpu, attempt) for host_ in chosen]
+        errors = await _ask_leases(reservation, chosen, addresses, needs, devices)
         if not errors:
             return
         reservation.give_back("the gang is not complete")
@@ -270,8 +274,43 @@ async def _reserve(reservation: _Reservation, num_nodes: int, devices: int, acce
         await asyncio.sleep(RESERVE_PAUSE_S * 2**attempt)
 
 
+async def _meeting_addresses(session: Session, hosts: Sequence[Host]) -> list[str]:
+    """A numeric address of each host at which the others reach it: names may mean something else over there."""
+    found: list[str] = []
+    for host in hosts:
+        channel = session.endpoint.channels.get(host.id)
+        name = channel.reached_at if channel else host.address.rpartition(":")[0]
+        try:
+            answers = await session.io.loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise UsageError(f"host {host.name}: {name!r} is no address any more ({error.strerror})") from None
+        found.append(str(answers[0][4][0]))
+    loopback = [ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found]
+    if any(loopback) and not all(loopback):
+        name = hosts[loopback.index(True)].name
+        raise UsageError(
+            f"{name} is connected at a loopback address, which the other hosts of the run cannot reach; connect to it by the "
+            "address that they know it by: gpulayer.connect(['10.0.0.5', ...]) after `gpulayer up --bind 10.0.0.5`"
+        )
+    return found
+
+
+def _seat_need(session: Session, host: Host, devices: int, on_gpu: bool, attempt: int) -> tuple[Resources, int]:
+    """(what one rank claims, threads it should use). On CPUs that is its share of the host; beside a GPU one CPU will do.
+
+    If the whole host is not to be had, also not after the time in which an earlier run's workers end, it is a share of the rest.
+    """
+    free = next((view.cpus_free for view in session.cluster().views if view.host.id == host.id), host.cpus)
+    share = max(1, int((host.cpus if attempt < WHOLE_HOST_TRIES else free) // devices))
+    return (Resources(1.0, 1.0), share) if on_gpu else (Resources(float(share)), share)
+
+
 async def _ask_leases(
-    reservation: _Reservation, hosts: Sequence[Host], devices: int, on_gpu: bool
+    reservation: _Reservation,
+    hosts: Sequence[Host],
+    addresses: Sequence[str],
+    needs: Sequence[tuple[Resources, int]],
+    devices: int,
 ) -> list[tuple[Host, GPUlayerError]]:
     """Ask for every seat at once; those granted go to the reservation, also after a Ctrl-C here. Returns who refused."""
     endpoint, loop = reservation.session.endpoint, reservation.session.io.loop
@@ -281,8 +320,7 @@ async def _ask_leases(
     for rank in range(len(hosts) * devices):
         node, local = divmod(rank, devices)
         host, answered = hosts[node], loop.create_future()
-        channel = endpoint.channels.get(host.id)
-        member = Member(rank, local, node, host.name, channel.reached_at if channel else "", ())
+        member = Member(rank, local, node, host.name, addresses[node], ())
 
         def on_answer(
             answer: Message, host: Host = host, member: Member = member, answered: asyncio.Future[None] = answered
@@ -295,10 +333,10 @@ async def _ask_leases(
             answered.set_result(None)
             unanswered.discard(answered)
 
-        cpus = 0.0 if on_gpu else max(1.0, host.cpus // devices)
-        need = Options(Resources(cpus, 1.0 if on_gpu else 0.0))
-        body = lease_body(need, f"{reservation.name} rank {rank}", "gang", wait=False)
-        endpoint.request(Address(host.id), Kind.ASK, {**body, "modules": reservation.modules}, (), on_answer)
+        need, threads = needs[node]
+        body = lease_body(Options(need), f"{reservation.name} rank {rank}", "gang", wait=False)
+        body.update(modules=reservation.modules, threads=threads)
+        endpoint.request(Address(host.id), Kind.ASK, body, (), on_answer)
         asks.add(answered)
         unanswered.add(answered)
     await asyncio.wait(asks)

@@ -1,4 +1,8 @@
-"""The notes that agents leave in the runtime folder, so that drivers and the CLI of the same user find them."""
+"""The notes that agents leave in the runtime folder, so that drivers and the CLI of the same user find them.
+
+Whoever can write there can have us connect to an agent of theirs and believe it: so the folder must be ours and closed to
+others, and an agent's socket is the one in that folder with the agent's name, whatever a record says.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from gpulayer.resources import Host
+from gpulayer.wire import security
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +49,43 @@ def remove(folder: Path, name: str) -> None:
 
 
 def read_all(folder: Path) -> list[Record]:
-    """Every agent of this user that is running; what agents left that ended without a word is removed."""
+    """Every agent of this user that is running; what agents left that ended without a word is removed.
+
+    Raises `UsageError` if the folder is not ours alone: then somebody else may have left what is in it.
+    """
+    if not os.path.lexists(folder):
+        return []
+    security.check_folder(folder)
     found: list[Record] = []
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        try:
-            record = Record(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            continue  # being written or removed, or of another version: not ours to judge
-        if record.name != path.stem or type(record.pid) is not int or not isinstance(record.born_s, float):
+    for path in sorted(folder.glob("*.json")):
+        record = _read(path)
+        if record is None:
             continue
         if is_running(record.pid, record.born_s):
             found.append(record)
         else:
-            remove(folder, record.name)
+            _remove_if_stale(path)
     return found
+
+
+def _read(path: Path) -> Record | None:
+    """The record in a file; None if it is being written or removed, or of another version: not ours to judge."""
+    try:
+        record = Record(**{**json.loads(path.read_text()), "socket_path": str(path.with_suffix(".sock"))})
+    except (OSError, ValueError, TypeError):
+        return None
+    if record.name != path.stem or type(record.pid) is not int or not isinstance(record.born_s, float):
+        return None
+    return record
+
+
+def _remove_if_stale(path: Path) -> None:
+    """Remove what a dead agent left, unless another of its name has begun to take its place: it binds under the same lock."""
+    socket_path = path.with_suffix(".sock")
+    with security.locked_local(socket_path):
+        record = _read(path)
+        if record is not None and not is_running(record.pid, record.born_s) and not security.is_served(socket_path):
+            remove(path.parent, record.name)
 
 
 def is_running(pid: int, born_s: float) -> bool:

@@ -6,6 +6,7 @@ A driver has one session (made by `connect`), and so has each worker (made by it
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import os
 import time
@@ -41,6 +42,7 @@ class Session:
         self.on_tell: dict[str, OnTell] = {"died": self._on_died, "reclaim": lambda *_: self.tasks.give_back_idle()}
         self.shipped_to: dict[Address, set[bytes]] = {}  # functions that a worker has
         self.named: dict[str, Any] = {}  # handles of the named actors made here: a name holds from the moment it is given
+        self.output_context = contextvars.copy_context()  # of the last call: a notebook shows output by it, cell by cell
         self.waits_in_call = False  # a worker tells its agent when it waits, see `waiting`
         self.on_wait: Callable[[bool], None] = lambda waits: None
         self._waits = 0
@@ -178,13 +180,13 @@ class Session:
         entry.when_done(lambda: self.io.post(answer))
 
     def _on_died(self, source: Address, body: dict[str, Any]) -> None:
-        if source.peer != AGENT_PEER:  # only an agent knows
-            return
         address = Address.from_bytes(body["worker"])
+        if source.peer != AGENT_PEER or source.host not in (address.host, self.endpoint.home.host):
+            return  # only its own agent knows, or ours, that the way there is lost
         self.shipped_to.pop(address, None)
         self.named = {name: handle for name, handle in self.named.items() if not handle.is_at(address)}
-        mine = body["last_caller"] == self.endpoint.peer
-        self.tasks.worker_died(address, int(body["last_number"]) if mine or not body["last_number"] else None)
+        last = body.get("last_number")  # None if it is unknown, as when only the way there is lost
+        self.tasks.worker_died(address, last if last == 0 or body.get("last_caller") == self.endpoint.peer else None)
         self.endpoint.fail_pending(lambda destination: destination == address, from_facts(body))
 
     def _on_host_lost(self, host: Host, error: GPUlayerError) -> None:
@@ -233,6 +235,7 @@ def current() -> Session:
             raise NotConnectedError("there is no session; type: gpulayer.connect()")
         return _make()
     _current.check_open()
+    _current.output_context = contextvars.copy_context()
     return _current
 
 

@@ -16,7 +16,9 @@ from gpulayer.wire.message import Buffer
 
 TURN_MESSAGES = 256
 
-Frames = list[zmq.Frame]
+Frame = zmq.Frame
+Socket = zmq.Socket[bytes]
+Frames = list[Frame]
 
 
 class Lane:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from gpulayer.errors import GPUlayerError, to_facts
 from gpulayer.resources import Address
 from gpulayer.wire.message import (
     CHUNK_BYTES,
@@ -67,8 +68,9 @@ class _Incoming:
 class _Transfer:
     """Buffers being filled. Chunks can overtake the message that announces them: they wait in `early`."""
 
-    views: list[memoryview] | None = None
+    views: list[memoryview] | None = None  # None until it is announced
     missing_bytes: int = 0
+    discarded: bool = False  # there is no memory for it: its chunks are taken, for the sender waits for credit, and dropped
     early: list[tuple[int, zmq.Frame]] = field(default_factory=list[tuple[int, zmq.Frame]])
 
 
@@ -142,10 +144,6 @@ class Courier:
             if peer.host == host:
                 self.forget(peer)
 
-    def waiting_bytes(self) -> int:
-        """Bulk bytes that wait for credit."""
-        return sum(len(view) for out in self._out.values() for _, _, view in out.chunks)
-
     def _flush_one(self, destination: Address, out: _Outgoing) -> None:
         if out.items:
             items, out.items, out.items_bytes = out.items, [], 0
@@ -167,24 +165,30 @@ class Courier:
             return
         incoming = self._in.setdefault(source, _Incoming())
         if message.transfer:
-            self._open_transfer(source, incoming, message)
-        elif message.kind not in ORDERED or not incoming.waiting:
+            opened = self._open_transfer(source, incoming, message)
+            if opened is None:
+                return
+            message = opened
+        if not message.transfer and (message.kind not in ORDERED or not incoming.waiting):
             self._hand_over(source, message)
             return
         incoming.waiting.append(message)
         self._deliver_whole(source, incoming)
 
-    def _open_transfer(self, source: Address, incoming: _Incoming, message: Message) -> None:
+    def _open_transfer(self, source: Address, incoming: _Incoming, message: Message) -> Message | None:
+        """Make room for a payload. What is to be delivered: the message, a failure if there is no memory, or nothing."""
         assert message.transfer is not None
         transfer_id, sizes = message.transfer
         transfer = incoming.transfers.setdefault(transfer_id, _Transfer())
         if transfer.views is not None:
             raise WireError(f"transfer {transfer_id} was announced before")
+        delivered: Message | None = message
         try:
             message.frames = [bytearray(size) for size in sizes]
+            transfer.views = [memoryview(buffer) for buffer in message.frames]
         except (MemoryError, OverflowError):
-            raise WireError(f"there is no memory for a transfer of {sum(sizes)} bytes") from None
-        transfer.views = [memoryview(buffer) for buffer in message.frames]
+            transfer.views, transfer.discarded = [], True
+            delivered = self._refuse(source, message, sum(sizes))
         transfer.missing_bytes = sum(sizes)
         early, transfer.early = transfer.early, []
         incoming.early_bytes -= sum(len(data) for _, data in early)
@@ -194,6 +198,22 @@ class Courier:
         except WireError:
             del incoming.transfers[transfer_id]
             raise
+        self._end_discarded(incoming, transfer_id, transfer)
+        return delivered
+
+    def _refuse(self, source: Address, message: Message, size_bytes: int) -> Message | None:
+        """There is no memory for a payload: its sender learns so if it waits for an answer, we do if it is one."""
+        facts = to_facts(GPUlayerError(f"the receiver has no memory for a payload of {size_bytes} bytes"))
+        if message.kind in (Kind.ASK, Kind.CALL):
+            self.send(source, Message(Kind.FAIL, message.id, facts))
+        elif message.kind in (Kind.REPLY, Kind.FAIL, Kind.YIELD):
+            return Message(Kind.FAIL, message.id, facts)
+        return None
+
+    @staticmethod
+    def _end_discarded(incoming: _Incoming, transfer_id: int, transfer: _Transfer) -> None:
+        if transfer.discarded and not transfer.missing_bytes:
+            del incoming.transfers[transfer_id]
 
     def _take_chunk(self, source: Address, frames: list[zmq.Frame]) -> None:
         transfer_id, offset = read_chunk_header(frames[0].buffer)
@@ -204,6 +224,7 @@ class Courier:
         transfer = incoming.transfers.get(transfer_id)
         if transfer is not None and transfer.views is not None:
             self._fill(source, incoming, transfer, offset, data)
+            self._end_discarded(incoming, transfer_id, transfer)
             if not transfer.missing_bytes:
                 self._deliver_whole(source, incoming)
             return
@@ -217,7 +238,8 @@ class Courier:
         view = data.buffer
         if len(view) > transfer.missing_bytes:
             raise WireError("a chunk with more bytes than its transfer misses")
-        _copy_into(transfer.views, offset, view)
+        if not transfer.discarded:
+            _copy_into(transfer.views, offset, view)
         transfer.missing_bytes -= len(view)
         incoming.taken_bytes += len(view)
         if incoming.taken_bytes >= CREDIT_BYTES or not transfer.missing_bytes:

@@ -162,7 +162,7 @@ class AllowList:
         self._home = home
         self._own: str | None = None
         self._listed: dict[str, str] | None = None
-        self._vouched: dict[str, str] = {}
+        self._vouched: dict[bytes, dict[str, str]] = {}  # by who vouches: the role of each key
         self._own_stamp: tuple[int, ...] | None = None
         self._listed_stamp: tuple[int, ...] | None = None
 
@@ -173,16 +173,18 @@ class AllowList:
             return "driver"
         if self._listed is None:  # who was revoked is unknown then, so a driver's word does not count either
             return None
-        role = self._listed.get(public_key) or self._vouched.get(public_key)
+        role = self._listed.get(public_key)
+        if role is None:
+            role = next((roles[public_key] for roles in self._vouched.values() if public_key in roles), None)
         return None if role == REVOKED else role
 
-    def allow(self, public: str, role: str) -> None:
-        """Let a key in until this process ends, unless authorized_keys says something else of it."""
-        self._vouched[check_key(public)] = check_role(role)
+    def allow(self, public: str, role: str, voucher: bytes) -> None:
+        """Let a key in for as long as `voucher` (a driver's id) vouches for it, unless authorized_keys says something else."""
+        self._vouched.setdefault(voucher, {})[check_key(public)] = check_role(role)
 
-    def withdraw(self, public: str) -> None:
-        """Take back `allow`."""
-        self._vouched.pop(public, None)
+    def withdraw(self, voucher: bytes) -> None:
+        """Take back all that `voucher` has allowed; what others vouch for stays."""
+        self._vouched.pop(voucher, None)
 
     def _refresh(self) -> None:
         own_stamp, listed_stamp = files.stamp(self._home, IDENTITY), files.stamp(self._home, AUTHORIZED)

@@ -68,19 +68,29 @@ def replace(folder: Path, name: str, text: str) -> None:
 def locked(folder: Path, name: str = ".lock") -> Generator[None]:
     """Hold the folder's lock, so that two processes that edit a file there do it one after the other."""
     with _opened_folder(folder, make=True) as folder_fd:
+        lock_fd = _lock(folder, folder_fd, name)
+    try:
+        yield
+    finally:
+        os.close(lock_fd)
+
+
+def _lock(folder: Path, folder_fd: int, name: str) -> int:
+    """Open and lock the folder's lock file, anew if its holder has removed it meanwhile: others would lock another one."""
+    while True:
         try:
             lock_fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder_fd)
         except OSError as error:
             raise _refusal(folder / name, error) from None
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:  # some network file systems have no locks; writes there stay whole all the same
-            os.close(lock_fd)
-            raise
-    try:
-        yield
-    finally:
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:  # some network file systems have no locks; writes there stay whole all the same
+                os.close(lock_fd)
+                raise
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock_fd), os.stat(name, dir_fd=folder_fd, follow_symlinks=False)):
+                return lock_fd
         os.close(lock_fd)
 
 

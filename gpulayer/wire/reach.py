@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import struct
 from collections.abc import Callable
 from enum import Enum
 
@@ -18,6 +20,7 @@ _GREETING = b"\xff" + bytes(7) + b"\1\x7f\3"
 """How a ZMTP 3 peer begins (RFC 23): signature and version. The other side then says its whole greeting, mechanism included."""
 _GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class Handshake(Enum):
@@ -55,6 +58,7 @@ async def check(name: str, endpoint: str, timeout_s: float) -> None:
     except OSError as error:
         raise ConnectError(f"{name}: cannot connect to {endpoint}: {error.strerror or error}", host=name) from None
     try:
+        _check_listener(name, endpoint, writer.get_extra_info("socket"))
         greeting = await _read_greeting(reader, writer)
     finally:
         writer.close()
@@ -70,6 +74,14 @@ async def check(name: str, endpoint: str, timeout_s: float) -> None:
             f"another program listens at {endpoint} ({said}), not a GPUlayer agent; give the port of `gpulayer up`: HOST:PORT",
             host=name,
         )
+
+
+def _check_listener(name: str, endpoint: str, connection: socket.socket) -> None:
+    """Over ipc, where no key proves it, the kernel says whose process listens: it must be one of ours."""
+    if endpoint.startswith("ipc://") and hasattr(socket, "SO_PEERCRED"):
+        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.geteuid():
+            raise AuthError(f"{endpoint} belongs to a process of uid {uid}, and you are uid {os.geteuid()}", host=name)
 
 
 async def _read_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:

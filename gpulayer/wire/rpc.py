@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ CONFIRM_PAUSE_S = 0.1
 KEPT_TEXT = 64 * 1024
 """Characters that are kept of each text in a failure that would not fit into one frame."""
 
+log = logging.getLogger("gpulayer.wire")
+
 OnReply = Callable[[Message], None]
 OnFrames = Callable[[list[zmq.Frame]], None]
 
@@ -75,7 +78,12 @@ def open_socket(dial: Dial, routing_id: bytes, prepare: security.Prepare = lambd
         path = dial.endpoint.removeprefix("ipc://")
         return security.local_client_socket(path, routing_id=routing_id, prepare=prepare)
     return security.client_socket(
-        dial.endpoint, routing_id=routing_id, identity=dial.identity, server_key=dial.server_key, prepare=prepare
+        dial.endpoint,
+        routing_id=routing_id,
+        identity=dial.identity,
+        server_key=dial.server_key,
+        prepare=prepare,
+        heartbeat=routing_id[:1] == CONTROL,  # nothing but a lost connection may cut the bulk lane, however slow
     )
 
 
@@ -91,7 +99,8 @@ class Channel:
         self._pinged_s = 0.0
         self.monitor = reach.Monitor(loop)
         control = open_socket(dial, CONTROL + peer, self.monitor.watch)
-        self._lanes = [Lane(socket, loop, on_frames) for socket in (control, open_socket(dial, BULK + peer))]
+        self.control = Lane(control, loop, on_frames)
+        self._lanes = (self.control, Lane(open_socket(dial, BULK + peer), loop, on_frames))
 
     @property
     def reached_at(self) -> str:
@@ -151,6 +160,7 @@ class Endpoint:
         self._tasks: set[asyncio.Task[None]] = set()
         self._home: bytes | None = None
         self._lost: dict[bytes, HostLostError] = {}
+        self._pinged_s = time.monotonic()
 
     # --- connecting
 
@@ -220,8 +230,15 @@ class Endpoint:
         self._courier.forget_host(host_id)
 
     def ping_all(self) -> None:
-        """Renew this process's lease with every agent, and give up agents that have been silent for too long."""
+        """Renew this process's lease with every agent, and give up agents that have been silent for too long.
+
+        Called every `PING_S`. Time in which it was not, because this process did not get to it, tells nothing of the agents.
+        """
         now = time.monotonic()
+        late_s, self._pinged_s = now - self._pinged_s - PING_S, now
+        if late_s > PING_S:
+            for channel in self.channels.values():
+                channel.heard_s = min(now, channel.heard_s + late_s)
         for host_id, channel in list(self.channels.items()):
             if now - channel.heard_s > HOST_LOST_S:
                 self.lose(host_id, f"nothing was heard from it for {HOST_LOST_S:g} s")
@@ -341,14 +358,8 @@ class Endpoint:
             self.loop.call_exception_handler({"message": f"dropped a malformed frame: {error}"})
 
     def _deliver(self, source: Address, message: Message) -> None:
-        if message.kind in (Kind.REPLY, Kind.FAIL):
-            pending = self._pending.pop(message.id, None)
-            if pending is not None:
-                pending.on_reply(message)
-        elif message.kind is Kind.YIELD:
-            pending = self._pending.get(message.id)
-            if pending is not None and pending.on_yield is not None:
-                pending.on_yield(message)
+        if message.kind in (Kind.REPLY, Kind.FAIL, Kind.YIELD):
+            self._take_answer(source, message)
         elif message.kind in (Kind.WELCOME, Kind.REFUSED):
             self._take_greeting(message)
         elif message.kind is Kind.TELL and message.body.get("m") == "pong" and source.peer == AGENT_PEER:
@@ -357,6 +368,27 @@ class Endpoint:
                 channel.pong(message.body)
         else:
             self._on_message(source, message)
+
+    def _take_answer(self, source: Address, message: Message) -> None:
+        pending = self._pending.get(message.id)
+        if pending is None:
+            return
+        if not self._may_answer(source, pending.destination):
+            log.warning("dropped a %s of %s to a request that went to %s", message.kind.name, source, pending.destination)
+        elif message.kind is not Kind.YIELD:
+            del self._pending[message.id]
+            pending.on_reply(message)
+        elif pending.on_yield is not None:
+            pending.on_yield(message)
+
+    def _may_answer(self, source: Address, asked: Address) -> bool:
+        """The process that was asked and the agents on the way there may; agents see to it that nobody else's name is used.
+
+        A driver is at home on several hosts: its answer comes by way of our own agent under that one's address.
+        """
+        if source.host not in (asked.host, self._home):
+            return False
+        return source.peer in (AGENT_PEER, asked.peer)
 
     def _take_greeting(self, message: Message) -> None:
         channel = self._speaking

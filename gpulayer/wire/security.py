@@ -14,6 +14,7 @@ import shlex
 import socket as plain_sockets
 import stat
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import zmq
@@ -28,7 +29,11 @@ from gpulayer.wire.keys import KeyPair
 MAX_FRAME_BYTES = 4 << 20  # as it crosses the wire: encryption adds some 40 bytes
 MAX_IPC_PATH_BYTES = 107  # sockaddr_un holds 108, with the final zero
 
+HEARTBEAT_TTL_MS = 7000
+
 _HANDSHAKE_MS = 5000
+_HEARTBEAT_MS = 1000
+_HEARTBEAT_TIMEOUT_MS = 15_000  # the other side may be as silent as a host that is not lost yet
 
 Prepare = Callable[[zmq.Socket[bytes]], object]
 
@@ -68,12 +73,20 @@ def server_socket(endpoint: str, identity: KeyPair, *, authenticator: Authentica
 
 
 def client_socket(
-    endpoint: str, *, routing_id: bytes, identity: KeyPair, server_key: str, prepare: Prepare = _as_it_is
+    endpoint: str,
+    *,
+    routing_id: bytes,
+    identity: KeyPair,
+    server_key: str,
+    prepare: Prepare = _as_it_is,
+    heartbeat: bool = False,
 ) -> zmq.Socket[bytes]:
     """A DEALER on its way to `tcp://host:port`, which talks only to the holder of `server_key`'s secret.
 
     A name is looked up as IPv4 only: an agent binds one address, and `localhost` is often both. `prepare` gets the socket
-    before it connects: a refused client does not try again, so a monitor that comes later may miss the one event.
+    before it connects: a refused client does not try again, so a monitor that comes later may miss the one event. With
+    `heartbeat` libzmq's own thread, which needs no GIL, shows the server that this process lives: the server cuts a
+    connection on which it has heard nothing for `HEARTBEAT_TTL_MS`.
     """
     endpoint = _tcp_endpoint(endpoint)
     public = keys.check_key(server_key).encode()
@@ -81,6 +94,10 @@ def client_socket(
     socket.set(zmq.CURVE_SERVERKEY, public)
     socket.set(zmq.CURVE_PUBLICKEY, identity.public.encode())
     socket.set(zmq.CURVE_SECRETKEY, identity.secret.encode())
+    if heartbeat:
+        socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.set(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     prepare(socket)
     return _connected(socket, endpoint)
 
@@ -91,8 +108,8 @@ def local_server_socket(path: str | Path) -> zmq.Socket[bytes]:
     A socket file that nobody listens on is replaced. Raises `UsageError` if somebody does, or the path cannot serve.
     """
     path = _ipc_path(path)
-    _check_folder(path.parent)
-    with files.locked(path.parent, f".{path.name}.lock"):
+    check_folder(path.parent)
+    with locked_local(path):
         _remove_stale(path)
         socket: zmq.Socket[bytes] = context().socket(zmq.ROUTER)
         _set_common_options(socket, "ipc")
@@ -104,9 +121,31 @@ def local_server_socket(path: str | Path) -> zmq.Socket[bytes]:
     return socket
 
 
+def locked_local(path: Path) -> AbstractContextManager[None]:
+    """Hold the lock under which the socket at an ipc path is bound or removed."""
+    return files.locked(path.parent, f".{path.name}.lock")
+
+
+def is_served(path: Path) -> bool:
+    """Whether somebody listens on the socket at an ipc path."""
+    with plain_sockets.socket(plain_sockets.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except BlockingIOError:  # its queue is full, so somebody has it open
+            return True
+    return True
+
+
 def local_client_socket(path: str | Path, *, routing_id: bytes, prepare: Prepare = _as_it_is) -> zmq.Socket[bytes]:
-    """A DEALER on its way to the ipc path of this user's own agent. `prepare` as in `client_socket`."""
+    """A DEALER on its way to an ipc path in a folder of ours (mode 0700), where only our own agent can listen.
+
+    `prepare` as in `client_socket`. Raises `UsageError` for another folder.
+    """
     path = _ipc_path(path)
+    check_folder(path.parent)
     socket = _dealer("ipc", routing_id)
     prepare(socket)
     return _connected(socket, f"ipc://{path}")
@@ -201,7 +240,8 @@ def _ipc_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
+    """Raises `UsageError` unless the folder of a socket is ours and closed to others."""
     try:
         status = folder.lstat()
     except OSError as error:
@@ -221,13 +261,6 @@ def _remove_stale(path: Path) -> None:
             raise UsageError(f"{path} is in the way and is not a socket; remove it")
     except FileNotFoundError:
         return
-    with plain_sockets.socket(plain_sockets.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except BlockingIOError:  # its queue is full, so somebody has it open
-            pass
-    raise UsageError(f"another process listens on {path} already")
+    if is_served(path):
+        raise UsageError(f"another process listens on {path} already")
+    path.unlink(missing_ok=True)

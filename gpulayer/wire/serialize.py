@@ -71,11 +71,6 @@ def loads(frames: Sequence[Buffer]) -> Any:
     return pickle.loads(head, buffers=map(_writable, frames[1:]))  # noqa: S301 - peers are authenticated first
 
 
-def size_bytes(frames: Sequence[Buffer]) -> int:
-    """How many bytes the frames hold together."""
-    return sum(memoryview(frame).nbytes for frame in frames)
-
-
 def _try_pickling(value: Any) -> None:
     _Pickler(types.SimpleNamespace(write=len), _Buffers(keep=False)).dump(value)
 

@@ -13,10 +13,12 @@ import psutil
 import pytest
 
 import gpulayer
+from gpulayer.agent import hardware
 from gpulayer.agent.__main__ import parse
 from gpulayer.agent.agent import _ANSWERS, AgentOptions
+from gpulayer.agent.hardware import available_cpus
 from gpulayer.errors import ActorDiedError, WorkerStartError
-from gpulayer.resources import Address
+from gpulayer.resources import Address, Device
 from gpulayer.runtime import records
 from gpulayer.wire.message import Kind, Message
 from tests.agents import Client, Inside, inside, outside, workers_of
@@ -58,10 +60,9 @@ def workers(host: Inside) -> int:
 
 
 def test_command_line_has_an_option_for_everything():
-    words = "--bind ::1 --port 0 --name n --record r --zone z --cpus 1.5 --gpus 0,2 --preload a,b --embedded"
-    assert parse(words.split(" ")) == AgentOptions("::1", 0, "n", "r", "z", 1.5, (0, 2), ("a", "b"), True)
+    words = "--bind ::1 --port 0 --name n --record r --zone z --cpus 1.5 --share 1/2 --preload a,b --embedded"
+    assert parse(words.split(" ")) == AgentOptions("::1", 0, "n", "r", "z", 1.5, (1, 2), ("a", "b"), True)
     assert parse([]) == AgentOptions()
-    assert parse(["--gpus", ""]).gpus == ()
 
 
 def test_agent_leaves_a_record_and_takes_it_away(own_folders):
@@ -275,10 +276,16 @@ def test_preloaded_module_is_in_the_worker_from_the_start(own_folders):
         assert gpulayer.get(gpulayer.remote(lambda: "colorsys" in sys.modules).remote())
 
 
-def test_gpus_option_that_names_none_leaves_none(own_folders):
-    with inside(gpus=()) as host:
-        assert host.agent.host.gpus == ()
-        assert host.agent.host.devices[-1].kind == "cpu"
+def test_shares_divide_the_devices_between_agents(own_folders, monkeypatch):
+    gpus = tuple(Device("cuda", index, "a GPU", f"GPU-{index}") for index in range(3))
+    monkeypatch.setattr(hardware, "find_gpus", lambda: gpus)
+    found = []
+    for number in (1, 2, 3, 4):
+        with inside(share=(number, 4), record=f"r{number}") as host:
+            found.append([device.index for device in host.agent.host.gpus])
+            assert host.agent.host.devices[-1].kind == "cpu"
+            assert host.agent.host.cpus == max(1.0, available_cpus() // 4)
+    assert found == [[0], [1], [2], []]
 
 
 def test_agent_survives_the_end_of_its_zygote_and_says_what_to_do(own_folders):

@@ -146,3 +146,18 @@ gpulayer.get(speak.remote())
     assert done.returncode == 0, done.stderr
     assert ") before the end" in done.stdout
     assert done.stderr == ""
+
+
+def test_output_is_labelled_with_the_task_that_printed_it(run_script):
+    done = run_script("""
+import gpulayer
+@gpulayer.remote
+def first(): print("one")
+@gpulayer.remote
+def second(): print("two")
+with gpulayer.connect():
+    gpulayer.get(first.remote())
+    gpulayer.get(second.remote())
+""")
+    said = sorted(line.split(" ")[0] + " " + line.split(" ")[-1] for line in done.stdout.splitlines())
+    assert said == ["(first one", "(second two"], done.stderr
