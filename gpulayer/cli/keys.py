@@ -68,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(home: Path, *, force: bool) -> None:
-    public = keys.make_identity(home, force=force).public
+    if os.path.lexists(home / keys.IDENTITY) and not force:
+        print("you have a key already (--force replaces it, and then every host that knows it must be told the new one)")
+        public = keys.load_identity(home).public
+    else:
+        public = keys.make_identity(home, force=force).public
     print(f"your public key: {public}")
     print(f"the pair is in {home / keys.IDENTITY}; the secret half never leaves this file")
     print(f"on a host that is to run your code, type: gpulayer keys add {shlex.quote(public)} --role driver")

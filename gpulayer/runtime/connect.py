@@ -125,11 +125,13 @@ def _targets(settings: Settings, hosts: Any, local: int | None) -> list[str] | N
             raise UsageError(f"local={local!r} is not a number of agents; write connect(local=2)")
         return None
     if hosts is None and settings.hosts:
-        hosts = settings.hosts if "," not in settings.hosts and ":" not in settings.hosts else settings.hosts.split(",")
-        if isinstance(hosts, str) and hosts not in _known_lists(settings):
-            hosts = [hosts]
+        hosts = settings.hosts
+        if hosts not in _known_lists(settings):
+            hosts = hosts.split(",")
     if hosts is None:
         return None
+    if isinstance(hosts, str) and ("," in hosts or ":" in hosts):  # no name of a list: hosts in one string
+        hosts = hosts.split(",")
     found = settings.named_hosts(hosts) if isinstance(hosts, str) else list(hosts)
     if not found or not all(isinstance(host, str) and host.strip() for host in found):
         raise UsageError(f"connect() takes a list of host names, not {hosts!r}; write connect(['gpu1', '10.0.0.7:7770'])")
@@ -140,7 +142,9 @@ def _targets(settings: Settings, hosts: Any, local: int | None) -> list[str] | N
 
 
 def dials_for(settings: Settings, hosts: str | Sequence[str] | None) -> list[Dial]:
-    """How to reach the hosts that `connect(hosts)` would connect to; none if that is this machine."""
+    """How to reach the hosts that `connect(hosts)` would connect to; none if that is this machine. One name may be a list's."""
+    if hosts is not None and len(hosts) == 1 and hosts[0] in _known_lists(settings):
+        hosts = hosts[0]
     return [_dial(settings, target) for target in _targets(settings, hosts, None) or ()]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -71,7 +71,7 @@ def read_all(folder: Path) -> list[Record]:
 def _read(path: Path) -> Record | None:
     """The record in a file; None if it is being written or removed, or of another version: not ours to judge."""
     try:
-        record = Record(**{**json.loads(path.read_text()), "socket_path": str(path.with_suffix(".sock"))})
+        record = replace(Record(**json.loads(path.read_text())), socket_path=str(path.with_suffix(".sock")))
     except (OSError, ValueError, TypeError):
         return None
     if record.name != path.stem or type(record.pid) is not int or not isinstance(record.born_s, float):

@@ -28,7 +28,7 @@ def collect(hosts: Sequence[str] = ()) -> dict[str, Any]:
     settings = Settings.from_environment()
     dials = _dials(settings, list(hosts))
     if not dials:
-        raise ConnectError("no agent runs on this machine; type: gpulayer up  (or name hosts: gpulayer top HOST ...)")
+        raise ConnectError("no agent runs on this machine; type: gpulayer up  (or name hosts that you want to see)")
     io = IOThread("gpulayer-look")
     try:
         found = io.run(_ask_all(dials), TIMEOUT_S * 2 + 1)
@@ -52,7 +52,10 @@ async def _ask_one(dial: Dial) -> dict[str, Any]:
     endpoint = Endpoint(asyncio.get_running_loop(), new_id(), lambda source, message: None)
     try:
         host = await endpoint.connect(dial, make_hello("viewer"), TIMEOUT_S)
-        return await asyncio.wait_for(endpoint.ask(Address(host.id), "state"), TIMEOUT_S)
+        state = await asyncio.wait_for(endpoint.ask(Address(host.id), "state"), TIMEOUT_S)
+        if dial.endpoint.startswith("tcp://"):  # an agent bound to 0.0.0.0 cannot know at which address it is reached
+            state["address"] = dial.endpoint.removeprefix("tcp://")
+        return state
     except (GPUlayerError, asyncio.TimeoutError) as error:
         reason = str(error) or f"no answer within {TIMEOUT_S:g} s"
         return {"name": dial.name, "address": dial.endpoint, "status": "lost", "error": reason}

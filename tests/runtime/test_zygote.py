@@ -18,6 +18,7 @@ import pytest
 
 from gpulayer.jobs.spec import describe_exit
 from gpulayer.runtime.inbox import MARKER, PLACEHOLDER, Inbox, send_message
+from gpulayer.runtime.start_mark import StartMark
 from tests.conftest import ROOT, is_gone, wait_until
 
 IDS = [f"{number:016x}" for number in range(1, 9)]
@@ -49,7 +50,9 @@ class Agent:
     def fork(self, worker: str, preload: tuple[str, ...] = (), **env: str) -> None:
         """Ask for a worker whose output can be read with `output`."""
         (self.folder / worker).mkdir(exist_ok=True)
-        config = {"worker": worker, "token": "t", "socket": str(self.folder / "s"), "env": env, "threads": 1}
+        mark = self.folder / f"{worker}.mark"
+        StartMark.create(mark)
+        config = {"worker": worker, "token": "t", "socket": str(self.folder / "s"), "env": env, "threads": 1, "mark": str(mark)}
         out, err = os.pipe(), os.pipe()
         message = {"op": "fork", "config": {**config, "cwd": str(self.folder / worker), "preload": list(preload)}}
         send_message(self.control, message, (out[1], err[1]))

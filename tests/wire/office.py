@@ -82,6 +82,11 @@ class Office:
         return [[bytes(frame) for frame in message.frames] for _, message in self.received[address]]
 
 
+def waiting_bytes(courier: Courier) -> int:
+    """Bulk bytes that wait for credit."""
+    return sum(len(view) for out in courier._out.values() for _, _, view in out.chunks)
+
+
 def is_kept(frames: list[zmq.Frame]) -> bool:
     """Whether somebody else than the list holds the last frame."""
     holders = sys.getrefcount(frames[-1])  # counts the list and the argument

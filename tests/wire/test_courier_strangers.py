@@ -70,8 +70,9 @@ def test_early_chunk_that_does_not_fit_its_message_drops_the_message(office: Off
 
 def test_bad_message_of_a_pack_does_not_lose_the_others(office: Office) -> None:
     items = [Message(Kind.CALL, 1, {}), Message(Kind.CALL, 2, {}, (), (1, [2**62])), Message(Kind.CALL, 3, {})]
-    with pytest.raises(WireError, match="no memory for a transfer of"):
-        office.couriers[B].receive(A, [zmq.Frame(pack([encode(item) for item in items]))])
+    items[1].transfer = (1, [2**62, 1])
+    with pytest.raises(WireError, match="was announced before"):
+        office.couriers[B].receive(A, [zmq.Frame(pack([encode(item) for item in (items[0], items[1], items[1], items[2])]))])
     assert office.numbers() == [1, 3]
 
 
@@ -131,3 +132,51 @@ def test_receiver_survives_anything(office: Office, seed: int) -> None:
     office.send(7, BIG)
     office.settle()
     assert office.numbers() == [7]
+
+
+# --- payloads that there is no memory for
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives none for a large payload, at the receiver."""
+
+    def allocate(size: int) -> bytearray:
+        if size > WINDOW_BYTES:
+            raise MemoryError
+        return bytearray(size)
+
+    monkeypatch.setattr(courier, "bytearray", allocate, raising=False)
+
+
+@pytest.mark.parametrize("kind", [Kind.ASK, Kind.CALL])
+@pytest.mark.parametrize("early", [False, True])
+def test_request_without_memory_for_its_payload_fails_and_others_go_on(office: Office, no_memory, kind: Kind, early: bool) -> None:
+    office.send(1, b"x" * (3 * WINDOW_BYTES), kind=kind)
+    office.send(2, b"y" * CHUNK_BYTES)
+    if early:
+        office.carry(A, B, BULK)
+    office.settle()
+    ((_, failure),) = office.received[A]
+    assert (failure.kind, failure.id) == (Kind.FAIL, 1)
+    assert f"no memory for a payload of {3 * WINDOW_BYTES} bytes" in failure.body["message"]
+    assert office.payloads(B) == [[b"y" * CHUNK_BYTES]], "the chunks in front of it were taken, and dropped"
+    assert office.couriers[B]._in[A].transfers == {}
+
+
+@pytest.mark.parametrize("kind", [Kind.REPLY, Kind.FAIL, Kind.YIELD])
+def test_answer_without_memory_for_its_payload_fails_what_waits_for_it_in_its_turn(office: Office, no_memory, kind: Kind) -> None:
+    office.send(1, b"y" * CHUNK_BYTES)
+    office.send(2, b"x" * (3 * WINDOW_BYTES), kind=kind)
+    office.settle()
+    assert [(message.kind, message.id) for _, message in office.received[B]] == [(Kind.CALL, 1), (Kind.FAIL, 2)]
+    assert office.received[A] == []
+    assert office.couriers[B]._in[A].transfers == {}
+
+
+def test_notice_without_memory_for_its_payload_is_dropped(office: Office, no_memory) -> None:
+    office.send(1, b"x" * (3 * WINDOW_BYTES), kind=Kind.TELL)
+    office.send(2)
+    office.settle()
+    assert office.numbers(B) == [2]
+    assert office.received[A] == []

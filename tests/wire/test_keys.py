@@ -183,11 +183,21 @@ def test_role_follows_a_new_identity_and_forgets_the_old(home):
 
 def test_allow_holds_until_withdrawn(home):
     allow_list, public = keys.AllowList(home), new_public()
-    allow_list.allow(public, "agent")
+    allow_list.allow(public, "agent", b"one")
     assert allow_list.role(public) == "agent"
     assert keys.list_keys(home) == []
-    allow_list.withdraw(public)
-    allow_list.withdraw(public)
+    allow_list.withdraw(b"one")
+    allow_list.withdraw(b"one")
+    assert allow_list.role(public) is None
+
+
+def test_allow_holds_until_the_last_voucher_has_withdrawn(home):
+    allow_list, public = keys.AllowList(home), new_public()
+    for voucher in (b"one", b"one", b"two"):
+        allow_list.allow(public, "agent", voucher)
+    allow_list.withdraw(b"one")
+    assert allow_list.role(public) == "agent"
+    allow_list.withdraw(b"two")
     assert allow_list.role(public) is None
 
 
@@ -196,16 +206,16 @@ def test_allow_gives_way_to_what_the_file_says(home):
     keys.authorize(home, viewer, "viewer")
     keys.revoke(home, revoked)
     for public in (viewer, revoked):
-        allow_list.allow(public, "driver")
+        allow_list.allow(public, "driver", b"one")
     assert allow_list.role(viewer) == "viewer"
     assert allow_list.role(revoked) is None
 
 
 def test_allow_refuses_what_is_no_key_or_role(home):
     with pytest.raises(UsageError, match="not a public key"):
-        keys.AllowList(home).allow("x", "agent")
+        keys.AllowList(home).allow("x", "agent", b"one")
     with pytest.raises(UsageError, match="not a role"):
-        keys.AllowList(home).allow(new_public(), "root")
+        keys.AllowList(home).allow(new_public(), "root", b"one")
 
 
 def test_role_takes_the_revoked_line_when_a_key_has_two(home):
@@ -220,7 +230,7 @@ def test_role_fails_closed_and_recovers_when_the_list_cannot_be_read(home, caplo
     own, listed, vouched = keys.make_identity(home).public, new_public(), new_public()
     keys.authorize(home, listed, "driver")
     allow_list = keys.AllowList(home)
-    allow_list.allow(vouched, "agent")
+    allow_list.allow(vouched, "agent", b"one")
     publics = [own, listed, vouched]
     path = home / "authorized_keys"
     path.chmod(0o666)

@@ -24,6 +24,7 @@ from gpulayer.wire.courier import WINDOW_BYTES
 from gpulayer.wire.hello import make_hello
 from gpulayer.wire.message import Kind, Message
 from gpulayer.wire.rpc import Dial
+from tests.wire.office import waiting_bytes
 from tests.wire.site import address_at, error_of, listen, note, over_both
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ def test_request_without_a_way_fails_in_a_later_turn(run, make_endpoint, until) 
         assert answers == []
         await until(lambda: answers)
         assert type(error_of(answers[0])) is HostLostError
-        assert endpoint._courier.waiting_bytes() == 0
+        assert waiting_bytes(endpoint._courier) == 0
 
     run(test())
 
@@ -122,7 +123,7 @@ def test_death_of_a_process_fails_its_requests_only(run, make_site, make_endpoin
         endpoint.request(alive, Kind.CALL, {}, (), lambda message: pytest.fail("it lives"))
         endpoint.fail_pending(lambda address: address == dead, ActorDiedError(name="C", cause="killed"))
         assert [type(error_of(message)) for message in answers] == [ActorDiedError]
-        assert endpoint._courier.waiting_bytes() == 0
+        assert waiting_bytes(endpoint._courier) == 0
 
     run(test())
 

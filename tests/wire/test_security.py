@@ -161,9 +161,9 @@ def test_server_refuses_a_key_once_it_is_revoked(site):
 
 def test_server_lets_in_whom_a_driver_vouches_for_until_it_is_taken_back(site):
     pair, server = keys.new_pair(), site.server()
-    site.call(lambda: site.allow_list.allow(pair.public, "agent"))
+    site.call(lambda: site.allow_list.allow(pair.public, "agent", b"one"))
     assert is_let_in(site.client(server, pair), server)
-    site.call(lambda: site.allow_list.withdraw(pair.public))
+    site.call(lambda: site.allow_list.withdraw(b"one"))
     assert not is_let_in(site.client(server, pair), server)
 
 
