@@ -48,7 +48,7 @@ def main():
     ids = torch.tensor([CHARS.index(char) for char in TEXT])
     windows = ids.unfold(0, CONTEXT + 1, CONTEXT)  # (windows, context + 1), no two overlap but in one character
     model = GPT()
-    trainer = gpulayer.Trainer(max_steps=150, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = gpulayer.Trainer(max_steps=100, accelerator="cpu", logger=False, enable_checkpointing=False)
     result = trainer.fit(model, DataLoader(windows, batch_size=32, shuffle=True))
     loss, chance = result.metrics["loss"], math.log(len(CHARS))
     print(f"{len(TEXT)} characters, {result.steps} steps, loss {loss:.2f} (guessing: {chance:.2f})")

@@ -49,7 +49,11 @@ async def serve(options: AgentOptions) -> None:
     await agent.start()
     if options.embedded:
         loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_stdin, agent)
-    print(json.dumps(agent.ready_line()), flush=True)
+    try:
+        print(json.dumps(agent.ready_line()), flush=True)
+    except BrokenPipeError:  # whoever started it has gone already
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        agent.stopped.set()
     await agent.stopped.wait()
     await agent.stop()
 

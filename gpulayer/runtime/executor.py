@@ -45,6 +45,7 @@ class Executor:
         self._actor: Any = None
         self._cancelled: set[tuple[Address, int]] = set()
         self._running: tuple[Address, int] | None = None
+        self._pid = os.getpid()
         self._interruptible = False
         self._mutex = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,7 +97,8 @@ class Executor:
         with self._mutex:
             if self._running == key:
                 self._cancelled.add(key)
-                signal.pthread_kill(threading.main_thread().ident or 0, CANCEL_SIGNAL)
+                if signal.getsignal(CANCEL_SIGNAL) == self._interrupt:  # else user code took the signal: it would end the process
+                    signal.pthread_kill(threading.main_thread().ident or 0, CANCEL_SIGNAL)
             elif not again:
                 self._cancelled.add(key)
             return self._running == key
@@ -123,6 +125,7 @@ class Executor:
             self._running = None if dropped else key
         self.status.update(what=message.body["n"], busy_since_s=time.time(), calls=self.status["calls"] + 1)
         context.enter(lambda value: self._reply(source, message.id, Kind.YIELD, {}, serialize.dumps(value)))
+        signal.signal(CANCEL_SIGNAL, self._interrupt)  # user code may have put its own handler there
         try:
             if dropped:
                 raise self._mine(TaskCancelledError(f"{message.body['n']} was cancelled before it ran"))
@@ -130,6 +133,9 @@ class Executor:
         except SystemExit:  # ends the process, and its callers hear that from the agent
             raise
         except BaseException as error:  # noqa: BLE001 - whatever user code raises is its caller's
+            if os.getpid() != self._pid:
+                sys.excepthook(type(error), error, error.__traceback__)
+                os._exit(1)
             self._finish(key)
             if message.body["op"] == "create":
                 self._broken = f"its constructor failed with {type(error).__name__}: {_text(error)}"
@@ -152,6 +158,8 @@ class Executor:
             result = function(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = self._run_coroutine(result)
+            if os.getpid() != self._pid:  # a child that user code forked and let return: it has no part in the worker
+                os._exit(0)
             if message.body["op"] == "create":
                 self._actor, result = result, None
             return serialize.dumps(result)
@@ -192,7 +200,7 @@ class Executor:
 
     def _finish(self, key: tuple[Address, int]) -> None:
         for stream in (sys.stdout, sys.stderr):  # an unfinished line would be lost should the worker be ended now
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # user code may have closed or replaced it
+            with contextlib.suppress(Exception):  # user code may have closed it, or put something of its own there
                 stream.flush()
         with self._mutex:
             self._running = None
@@ -211,7 +219,7 @@ def describe_failure(error: BaseException, where: str = "", *, own: bool = False
     """(body, frames) of a FAIL: the executor's `own` errors as facts; the user's as text, and pickled if it survives that."""
     if own and isinstance(error, GPUlayerError):
         return to_facts(error), []
-    trace = (f"{where}\n" if where else "") + "".join(traceback.format_exception(type(error), error, _user_part(error)))
+    trace = (f"{where}\n" if where else "") + _trace(error)
     cls = type(error)
     body = {
         "error": "user",
@@ -222,7 +230,7 @@ def describe_failure(error: BaseException, where: str = "", *, own: bool = False
     try:
         frames = serialize.dumps(error.with_traceback(None))
         serialize.loads(frames)
-    except Exception:  # noqa: BLE001 - an exception class may refuse pickling in any way; its text travels instead
+    except BaseException:  # noqa: BLE001 - an exception class may refuse pickling in any way; its text travels instead
         frames = []
     return body, frames
 
@@ -243,8 +251,15 @@ def _user_part(error: BaseException) -> Any:
     return trace
 
 
+def _trace(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, _user_part(error)))
+    except Exception as inner:  # noqa: BLE001 - an error whose parts cannot be shown (a SyntaxError of odd fields) is still one
+        return f"{type(error).__name__} (its traceback cannot be shown: {inner!r})"
+
+
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as inner:  # noqa: BLE001 - a broken __str__ must not hide the error
+    except BaseException as inner:  # noqa: BLE001 - a broken __str__ must not hide the error
         return f"(its text cannot be shown: {inner!r})"

@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from gpulayer.errors import UsageError
-from gpulayer.train.hooks import HOOKS, is_overridden
+from gpulayer.train.hooks import HOOKS, is_lightning, is_overridden
 from gpulayer.train.module import LightningModule
-from gpulayer.train.optimizers import check_owner, make_optimizer
+from gpulayer.train.optimizers import check_owner, check_scheduler, make_optimizer
 
 LOSSES: Mapping[str, Callable[..., torch.Tensor]] = {
     "cross_entropy": functional.cross_entropy,
@@ -125,12 +125,14 @@ def adapt(
     model: Any, loss: Any = None, optimizer: Any = None, lr_scheduler: Any = None, metrics: Any = None
 ) -> LightningModule | nn.Module:
     """The module to train. Raises `UsageError` where `model` and the other arguments do not fit together."""
+    _check_form(model)
     if callable(getattr(model, "training_step", None)) and callable(getattr(model, "configure_optimizers", None)):
         _refuse_extras(loss=loss, optimizer=optimizer, lr_scheduler=lr_scheduler, metrics=metrics)
         module = model if isinstance(model, nn.Module) else ObjectModule(model)
     elif isinstance(model, nn.Module):
         if optimizer is None:
             raise UsageError("a plain nn.Module needs optimizer=, for example partial(torch.optim.AdamW, lr=1e-3), and loss=")
+        check_scheduler(lr_scheduler)
         module = PlainModule(model, _loss(loss), optimizer, lr_scheduler, _metrics(metrics))
     else:
         raise UsageError(f"cannot train a {type(model).__name__}; pass an nn.Module, or an object with training_step "
@@ -139,6 +141,18 @@ def adapt(
     if isinstance(optimizer, Optimizer):
         check_owner(optimizer, module)
     return module
+
+
+def _check_form(model: Any) -> None:
+    if isinstance(model, type):
+        raise UsageError(f"fit got the class {model.__name__}; pass an instance of it: fit({model.__name__}(...))")
+    of_lightning = isinstance(model, LightningModule) or is_lightning(model)
+    steps = is_overridden(model, "training_step") if of_lightning else callable(getattr(model, "training_step", None))
+    optimizers = callable(getattr(model, "configure_optimizers", None))
+    if steps != optimizers:
+        missing, there = ("configure_optimizers", "training_step") if steps else ("training_step", "configure_optimizers")
+        also = "it is a LightningModule" if of_lightning else f"it has {there}()"
+        raise UsageError(f"{type(model).__name__} has no {missing}(); define it ({also}, which needs both)")
 
 
 def check_trainable(module: nn.Module) -> None:

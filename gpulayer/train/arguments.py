@@ -9,7 +9,6 @@ for nothing (Lightning's default) is let through, so that nothing is accepted an
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -17,6 +16,7 @@ from typing import Any
 
 from gpulayer.errors import UsageError
 from gpulayer.train.precision import Precision
+from gpulayer.train.refusal import NotYet, refuse_others
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 STRATEGIES = ("auto", "ddp", "ddp_spawn", "ddp_notebook", "ddp_find_unused_parameters_true")
@@ -24,7 +24,7 @@ CLIP_ALGORITHMS = ("norm", "value")
 DEFAULT_MAX_EPOCHS = 1000
 
 # Lightning arguments that are not supported yet, with the values that ask for nothing.
-NOT_YET: Mapping[str, tuple[Any, ...]] = {
+NOT_YET: NotYet = {
     "fast_dev_run": (False,),
     "min_epochs": (None,),
     "min_steps": (None,),
@@ -47,6 +47,17 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "enable_autolog_hparams": (True,),
     "model_registry": (None,),
     "suggest_integrations": (True, False),
+}
+
+# Arguments that Lightning had once, with what took their place.
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("gpus", "num_gpus"), "pass accelerator='gpu' and devices=, the number of GPUs of each node"),
+    "num_processes": "pass accelerator='cpu' and devices=, the number of processes of each node",
+    "resume_from_checkpoint": "fit(ckpt_path=...) took its place in Lightning, and GPUlayer does not support it yet",
+    "ckpt_path": "it is an argument of fit, which GPUlayer does not support yet",
+    "distributed_backend": "pass strategy=",
+    "checkpoint_callback": "pass enable_checkpointing=",
+    "progress_bar_refresh_rate": "pass enable_progress_bar=",
 }
 
 
@@ -115,15 +126,8 @@ class TrainerArguments:
 
 def refuse_unknown(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> None:
     """Raise `UsageError` for the first argument that we do not know or do not do yet."""
-    known = sorted({field.name for field in fields(TrainerArguments)} | set(also_known))
-    for name, value in given.items():
-        if name in NOT_YET:
-            if not any(value is idle or (type(value) is type(idle) and value == idle) for idle in NOT_YET[name]):
-                raise UsageError(f"Trainer({name}={value!r}): Lightning has this argument, GPUlayer does not support it yet")
-            continue
-        close = difflib.get_close_matches(name, [*known, *NOT_YET], n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-        raise UsageError(f"Trainer has no argument {name!r}; {hint}")
+    known = {field.name for field in fields(TrainerArguments)} | set(also_known)
+    refuse_others("Trainer", given, known, NOT_YET, INSTEAD)
 
 
 def limited(length: int | None, limit: int | float | None) -> int | None:
@@ -172,5 +176,9 @@ def _device_count(devices: Any) -> int | str:
 def _limit(name: str, value: Any) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     share = isinstance(value, float) and 0.0 < value <= 1.0
+    if _is_number(value) and value == 0:
+        if name == "limit_train_batches":
+            raise UsageError(f"{name}={value!r}: an epoch without batches trains nothing; leave it out, or pass 1 or more")
+        return
     if value is not None and not (whole or share):
         raise UsageError(f"{name}={value!r} is neither a number of batches >= 1 nor a share in (0.0, 1.0]")

@@ -88,7 +88,12 @@ class Feed:
     @property
     def length(self) -> int | None:
         """Batches in an epoch, None where the loader does not know."""
-        return limited(_length(self.loader), self._limit)
+        return limited(self.loader_length, self._limit)
+
+    @property
+    def loader_length(self) -> int | None:
+        """`length` without the limit."""
+        return _length(self.loader)
 
     def batches(self) -> Iterator[Any]:
         """One epoch, as the loader itself goes through it."""

@@ -37,13 +37,12 @@ def reserve(job: FitJob) -> Gang:
 
 
 def resolve(devices: int | str, accelerator: str, num_nodes: int, hosts: Sequence[Host]) -> tuple[int, str]:
-    """Devices of each host, and "gpu" or "cpu". GPUs are taken where `num_nodes` hosts have as many as are asked for."""
+    """Devices of each host, and "gpu" or "cpu". "auto" means GPUs if any host has one: too few of them are an error later."""
     if accelerator == "mps":
         raise UsageError("accelerator='mps' with several devices is not supported yet; use accelerator='cpu'")
     wanted = devices if isinstance(devices, int) else 1
-    counts = sorted((len(host.gpus) for host in hosts), reverse=True)[:num_nodes]
-    enough = len(counts) == num_nodes and counts[-1] >= wanted
-    if accelerator == "cpu" or (accelerator == "auto" and not enough):
+    counts = sorted((sum(gpu.kind != "metal" for gpu in host.gpus) for host in hosts), reverse=True)[:num_nodes]
+    if accelerator == "cpu" or (accelerator == "auto" and not any(counts)):
         return wanted, "cpu"
     return (devices if isinstance(devices, int) else max(1, min(counts, default=1))), "gpu"
 

@@ -28,6 +28,10 @@ _NOT_YET = (
     *("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer", "configure_callbacks"),
     *("configure_sharded_model", "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad"),
 )
+_DATA_NOT_YET = (
+    *("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer", "state_dict", "load_state_dict"),
+    *("on_save_checkpoint", "on_load_checkpoint", "on_exception"),
+)
 _OUR_BASES = (Callback, LightningModule, ModuleHooks, LightningDataModule)
 _LIGHTNING_BASES = {"LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks", "Callback", "LightningDataModule"}
 
@@ -78,11 +82,20 @@ def _of_lightning(cls: type) -> bool:
 
 def refuse_unsupported(module: Any) -> None:
     """Raise `UsageError` if the module replaces a part of the loop that cannot be replaced yet."""
-    for name in _NOT_YET:
-        if is_overridden(module, name):
-            raise UsageError(f"{type(module).__name__}.{name}: Lightning has this hook, GPUlayer does not support it yet")
+    _refuse_hooks(module, _NOT_YET)
     if not getattr(module, "automatic_optimization", True):
         raise UsageError("automatic_optimization=False: manual optimization is not supported yet")
+
+
+def refuse_unsupported_data(datamodule: Any) -> None:
+    """Raise `UsageError` if the datamodule has a part in the loop that we do not give it yet."""
+    _refuse_hooks(datamodule, _DATA_NOT_YET)
+
+
+def _refuse_hooks(owner: Any, names: Sequence[str]) -> None:
+    for name in names:
+        if is_overridden(owner, name):
+            raise UsageError(f"{type(owner).__name__}.{name}: Lightning has this hook, GPUlayer does not support it yet")
 
 
 def _collect(name: str, callbacks: Sequence[Any], module: Any, trainer: Any) -> tuple[Callable[..., Any], ...]:

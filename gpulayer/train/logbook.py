@@ -6,12 +6,13 @@ A value on the CPU is taken as a number at once; one on a GPU stays there, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from gpulayer.errors import UsageError
+from gpulayer.train.refusal import NotYet, refuse_others
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 _REDUCTION_OF: Mapping[Any, str] = {
@@ -23,6 +24,11 @@ _REDUCTION_OF: Mapping[Any, str] = {
     max: "max",
     sum: "sum",
 }
+_LOG_ARGUMENTS = (
+    *("name", "value", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "sync_dist", "add_dataloader_idx"),
+    *("batch_size", "rank_zero_only", "metric_attribute"),
+)
+_NOT_YET: NotYet = {"enable_graph": (False,), "sync_dist_group": (None,)}
 Gather = Callable[[Any], list[Any]]
 
 
@@ -36,10 +42,16 @@ class Slot:
     logger: bool
     reduction: str
     sync_dist: bool
+    rank_zero_only: bool = False
     last: Any = None
     total: Any = None
     weight: float = 0.0
     metric: Any = None
+
+    @property
+    def forks(self) -> bool:
+        """Whether it shows as `<name>_step` and `<name>_epoch`."""
+        return self.on_step and self.on_epoch
 
     def add(self, value: Any, weight: float) -> None:
         """Take in one value; `weight` is its batch's number of samples."""
@@ -61,10 +73,11 @@ class Slot:
 
 @dataclass
 class Means:
-    """What an epoch's slots came to: for callbacks, for the loggers, and for the terminal."""
+    """What an epoch's slots came to: for callbacks, for the loggers (and `steps`, their last step's), and for the terminal."""
 
     callback: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
     bar: dict[str, float] = field(default_factory=dict)
 
 
@@ -98,22 +111,30 @@ class Logbook:
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: str | Callable[..., Any] = "mean",
+        *,
         sync_dist: bool = False,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
+        rank_zero_only: bool = False,
+        metric_attribute: str | None = None,
+        **others: Any,
     ) -> None:
         """Record `value`: a number, a tensor of one element, or an object with compute() and reset().
 
         In `training_step` it is a step's value, elsewhere the epoch's mean, unless `on_step` and `on_epoch` say otherwise; with
         both it shows as `<name>_step` and `<name>_epoch`. Means are weighted by `batch_size` (the first tensor's, if left out).
-        Epoch values are always reduced over the ranks; step values are rank 0's, or the ranks' mean with `sync_dist`.
+        Epoch values are always reduced over the ranks, except with `rank_zero_only`, which takes rank 0's and may be called there
+        alone; step values are rank 0's, or the ranks' mean with `sync_dist`. `metric_attribute` is not needed to find a metric.
         """
+        if others:
+            refuse_others("log", others, _LOG_ARGUMENTS, _NOT_YET)
         if self._suffix and add_dataloader_idx:
             name += self._suffix
         slots = self._slots[self._stage]
         slot = slots.get(name)
         if slot is None:
             slot = slots[name] = self._open(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist)
+            slot.rank_zero_only = rank_zero_only
         if slot.metric is not None:
             return  # it keeps its own sums; read when the epoch ends
         if not self._counts:
@@ -163,11 +184,10 @@ class Logbook:
 
     def step_values(self, gather: Gather, world_size: int) -> dict[str, float]:
         """What goes to the loggers now: the last values of the slots that log by step."""
-        chosen = {
-            name: slot for name, slot in self._slots["train"].items() if slot.on_step and slot.logger and slot.last is not None
-        }
-        values = {_step_name(name, slot): float(slot.last) for name, slot in chosen.items()}
-        synced = [_step_name(name, slot) for name, slot in chosen.items() if slot.sync_dist] if world_size > 1 else []
+        slots = self._slots["train"].items()
+        values = self.live_step_values()
+        synced = [_step_name(name, slot) for name, slot in slots if slot.sync_dist and not slot.rank_zero_only]
+        synced = [name for name in synced if name in values] if world_size > 1 else []
         if synced:
             everyone = gather({name: values[name] for name in synced})
             values.update({name: sum(each[name] for each in everyone) / len(everyone) for name in synced})
@@ -176,7 +196,16 @@ class Logbook:
     def live_values(self, bar_only: bool = False) -> dict[str, float]:
         """The last value of every name of this epoch's training. Waits for the device."""
         slots = self._slots["train"].items()
-        return {name: float(slot.last) for name, slot in slots if slot.last is not None and (slot.prog_bar or not bar_only)}
+        values = {name: float(slot.last) for name, slot in slots if slot.last is not None and (slot.prog_bar or not bar_only)}
+        if not bar_only:
+            values.update({f"{name}_step": values[name] for name, slot in slots if slot.forks and name in values})
+        return values
+
+    def live_step_values(self) -> dict[str, float]:
+        """The last value, on this rank, of the slots that log by step. Waits for the device."""
+        slots = self._slots["train"].items()
+        chosen = {name: slot for name, slot in slots if slot.on_step and slot.logger and slot.last is not None}
+        return {_step_name(name, slot): float(slot.last) for name, slot in chosen.items()}
 
     def close_epoch(self, stage: str, gather: Gather) -> Means:
         """Reduce the stage's slots over its batches and over the ranks, in one exchange, and empty them."""
@@ -184,9 +213,11 @@ class Logbook:
         means = Means()
         for name, slot, value in _reduce(slots, gather):
             means.callback[name] = value
-            shown = f"{name}_epoch" if slot.on_step and slot.on_epoch else name
-            if shown != name:
-                means.callback[shown] = value
+            shown = f"{name}_epoch" if slot.forks else name
+            if slot.forks:
+                means.callback.update({shown: value, f"{name}_step": slot.last})
+            if slot.on_step and slot.logger:
+                means.steps[_step_name(name, slot)] = slot.last
             if slot.logger and slot.on_epoch:
                 means.logged[shown] = value
             if slot.prog_bar:
@@ -200,17 +231,27 @@ class Logbook:
 
 
 def _reduce(slots: dict[str, Slot], gather: Gather) -> list[tuple[str, Slot, float]]:
-    """(name, slot, value over all ranks). A rank that had no batch has no slot: names are matched, not counted."""
+    """(name, slot, value over all ranks), the slot's `last` the ranks' mean.
+
+    A rank that had no batch has no slot: names are matched, not counted.
+    """
     own = {name: (slot, *_own_total(slot)) for name, slot in slots.items()}
     merged: dict[str, list[tuple[Slot, float, float]]] = {}
-    for rank_slots in gather({name: (_settings(slot), total, weight) for name, (slot, total, weight) in own.items()}):
+    for rank, rank_slots in enumerate(gather({name: (_settings(slot), *sums) for name, (slot, *sums) in own.items()})):
         for name, (slot, total, weight) in rank_slots.items():
-            merged.setdefault(name, []).append((slot, total, weight))
-    return [(name, parts[0][0], _combine(parts)) for name, parts in merged.items()]
+            if rank == 0 or not slot.rank_zero_only:
+                merged.setdefault(name, []).append((slot, total, weight))
+    return [(name, _with_mean_last(parts), _combine(parts)) for name, parts in merged.items()]
 
 
 def _settings(slot: Slot) -> Slot:
-    return Slot(slot.on_step, slot.on_epoch, slot.prog_bar, slot.logger, slot.reduction, slot.sync_dist)
+    last = float(slot.last) if slot.on_step and slot.last is not None else None
+    return replace(slot, last=last, total=None, weight=0.0, metric=None)
+
+
+def _with_mean_last(parts: Sequence[tuple[Slot, float, float]]) -> Slot:
+    lasts = [slot.last for slot, _, _ in parts if slot.last is not None]
+    return replace(parts[0][0], last=sum(lasts) / len(lasts) if lasts else float("nan"))
 
 
 def _own_total(slot: Slot) -> tuple[float, float]:
@@ -237,7 +278,7 @@ def _combine(parts: Sequence[tuple[Slot, float, float]]) -> float:
 
 
 def _step_name(name: str, slot: Slot) -> str:
-    return f"{name}_step" if slot.on_epoch else name
+    return f"{name}_step" if slot.forks else name
 
 
 def _pick(plain: Callable[..., Any], tensors: Callable[..., Any], one: Any, other: Any) -> Any:

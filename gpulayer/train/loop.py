@@ -143,6 +143,8 @@ class FitLoop:
         batch = self.parts.precision.convert_batch(self.strategy.to_device(batch))
         self.trainer.logbook.begin_batch(batch, feed.counts(index))
         if hooks.call("on_train_batch_start", batch, index):
+            if self.strategy.world_size > 1:  # the others would wait for this rank's gradients
+                raise UsageError("on_train_batch_start returned -1: with several devices this is not supported yet")
             return True
         opens, closes = index % self.accumulate == 0, index % self.accumulate == held - 1
         with nullcontext() if closes else self.strategy.no_sync(self.step_module):

@@ -8,15 +8,32 @@ from typing import TYPE_CHECKING, Any
 from gpulayer.errors import UsageError
 from gpulayer.train.callback import Callback
 from gpulayer.train.monitor import better_direction, read_monitor
+from gpulayer.train.refusal import NotYet, refuse_others
 
 if TYPE_CHECKING:
     from gpulayer.train.state import TrainerState
 
 
+_ARGUMENTS = (
+    *("dirpath", "filename", "monitor", "mode", "save_last", "save_top_k", "verbose", "auto_insert_metric_name"),
+    "save_on_train_epoch_end",
+)
+_NOT_YET: NotYet = {
+    "save_weights_only": (False,),
+    "every_n_epochs": (None, 1),
+    "every_n_train_steps": (None, 0),
+    "train_time_interval": (None,),
+    "save_on_exception": (False,),
+    "enable_version_counter": (True,),
+}
+
+
 class ModelCheckpoint(Callback):
     """Save at the end of every epoch; keep the `save_top_k` best by `monitor` (-1: all), or the newest without one.
 
-    `dirpath` defaults to `checkpoints` in the first logger's folder, or in the Trainer's `default_root_dir`.
+    `dirpath` defaults to `checkpoints` in the first logger's folder, or in the Trainer's `default_root_dir`. In `filename` each
+    `{name}` becomes `name=value`, without `auto_insert_metric_name` the value alone. `save_on_train_epoch_end=False` saves only
+    in epochs that are validated. `verbose` prints what is saved.
     """
 
     def __init__(
@@ -26,9 +43,16 @@ class ModelCheckpoint(Callback):
         *,
         monitor: str | None = None,
         mode: str | None = None,
-        save_last: bool = False,
+        save_last: bool | None = False,
         save_top_k: int = 1,
+        verbose: bool = False,
+        auto_insert_metric_name: bool = True,
+        save_on_train_epoch_end: bool | None = None,
+        **others: Any,
     ) -> None:
+        refuse_others("ModelCheckpoint", others, _ARGUMENTS, _NOT_YET)
+        if save_last not in (True, False, None):
+            raise UsageError(f"save_last={save_last!r} is not supported; pass True or False")
         if save_top_k < -1:
             raise UsageError(f"save_top_k={save_top_k} is not -1 (all), 0 (none) or more")
         if monitor is None and save_top_k not in (-1, 0, 1):
@@ -39,7 +63,10 @@ class ModelCheckpoint(Callback):
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
         self.mode = better_direction(monitor, mode) if monitor else None
-        self.save_last = save_last
+        self.save_last = bool(save_last)
+        self.verbose = verbose
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.save_on_train_epoch_end = save_on_train_epoch_end
         self.save_top_k = save_top_k
         self._start_afresh()
 
@@ -57,6 +84,8 @@ class ModelCheckpoint(Callback):
 
     def on_epoch_metrics(self, trainer: TrainerState, pl_module: Any) -> None:
         """Save, and drop what is no longer among the best."""
+        if self.save_on_train_epoch_end is False and not trainer.validated:
+            return
         score = float(trainer.global_step) if self.monitor is None else read_monitor(trainer, self.monitor)
         if score is not None and self.save_top_k != 0:
             self._keep(trainer, score)
@@ -75,6 +104,9 @@ class ModelCheckpoint(Callback):
         self.best_model_path = best
         self.best_model_score = None if self.monitor is None else self.kept[best]
         trainer.save_checkpoint(path)
+        if self.verbose:
+            reason = "" if self.monitor is None else f" ({self.monitor} {score:.5g}, best {self.best_model_score:.5g})"
+            trainer.print(f"epoch {trainer.current_epoch}: saved {path}{reason}")
         if full:  # only now: until the new one is written, the old one is the only one
             del self.kept[worst_first[0]]
             trainer.drop_checkpoint(worst_first[0])
@@ -99,7 +131,7 @@ class ModelCheckpoint(Callback):
     def _render(self, trainer: TrainerState) -> str:
         values = {**trainer.epoch_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         text = self.filename
-        for name in sorted(values, key=len, reverse=True):
+        for name in sorted(values, key=len, reverse=True) if self.auto_insert_metric_name else ():
             for opening in (f"{{{name}:", f"{{{name}}}"):
                 text = text.replace(opening, f"{name}=" + opening)
         try:

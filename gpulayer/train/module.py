@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,10 +25,13 @@ from torch.optim import Optimizer
 
 from gpulayer.errors import UsageError
 from gpulayer.train import checkpoint as files
+from gpulayer.train.refusal import NotYet, refuse_others
 
 if TYPE_CHECKING:
     from gpulayer.train.state import TrainerState
 
+_LOAD_ARGUMENTS = ("checkpoint_path", "map_location", "strict")
+_LOAD_NOT_YET: NotYet = {"hparams_file": (None,), "weights_only": (None, True)}
 Self_ = TypeVar("Self_", bound="LightningModule")
 
 
@@ -144,15 +148,15 @@ class LightningModule(ModuleHooks, nn.Module):
     def trainer(self, trainer: TrainerState | None) -> None:
         object.__setattr__(self, "_trainer", trainer)
 
-    def log(self, name: str, value: Any, **options: Any) -> None:
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Record `value` under `name`; see `gpulayer.train.logbook.Logbook.log` for the options. Outside fit it does nothing."""
         if self._trainer is not None:
-            self._trainer.logbook.log(name, value, **options)
+            self._trainer.logbook.log(name, value, *args, **options)
 
-    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
         """`log` for each item."""
         for name, value in dictionary.items():
-            self.log(name, value, **options)
+            self.log(name, value, *args, **options)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print once, not once a rank."""
@@ -218,12 +222,20 @@ class LightningModule(ModuleHooks, nn.Module):
         """What `save_hyperparameters` kept."""
         return self._hparams
 
-    def save_hyperparameters(self, *names: str, ignore: str | list[str] | tuple[str, ...] = ()) -> None:
-        """Keep the arguments of the constructor that calls this (all, or those named) in `hparams` and in checkpoints."""
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame else None
+    def save_hyperparameters(
+        self, *names: Any, ignore: str | Sequence[str] | None = None, frame: FrameType | None = None, **others: Any
+    ) -> None:
+        """Keep the arguments of the constructor that calls this (all, or those named) in `hparams` and in checkpoints.
+
+        `frame` is the constructor's where something else calls this. Loggers are not told: `logger=True` is an error.
+        """
+        refuse_others("save_hyperparameters", others, ("ignore", "frame"), {"logger": (False,)})
+        if not all(isinstance(name, str) for name in names):
+            raise UsageError("save_hyperparameters takes names of arguments; an object that holds them is not supported yet")
+        here = inspect.currentframe()
+        caller = frame or (here.f_back if here else None)
         assert caller is not None
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         given = _arguments_of(caller.f_locals, type(self))
         unknown = set(names) - set(given)
         if unknown:
@@ -233,17 +245,30 @@ class LightningModule(ModuleHooks, nn.Module):
 
     @classmethod
     def load_from_checkpoint(
-        cls: type[Self_], checkpoint_path: str | os.PathLike[str], strict: bool = True, **changes: Any
+        cls: type[Self_],
+        checkpoint_path: str | os.PathLike[str],
+        map_location: Any = None,
+        strict: bool | None = None,
+        **changes: Any,
     ) -> Self_:
-        """A new module from a checkpoint: built with the saved hyperparameters and `changes`, weights loaded onto the CPU."""
-        content = files.load(checkpoint_path)
+        """A new module from a checkpoint: built with the saved hyperparameters and `changes`, on the CPU or on `map_location`.
+
+        `strict` (default) refuses a checkpoint whose weights have other names than the module's.
+        """
+        place = f"{cls.__name__}.load_from_checkpoint"
+        if map_location is not None and not isinstance(map_location, (str, int, torch.device)):
+            raise UsageError(f"{place}(map_location={map_location!r}): pass a device; other forms are not supported yet")
         accepted = inspect.signature(cls.__init__).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        others = {k: v for k, v in changes.items() if k not in accepted and (k in _LOAD_NOT_YET or not open_ended)}
+        refuse_others(place, others, {*_LOAD_ARGUMENTS, *accepted} - {"self", "kwargs", "args"}, _LOAD_NOT_YET)
+        changes = {k: v for k, v in changes.items() if k not in others}
+        content = files.load(checkpoint_path)
         saved = {k: v for k, v in content.get("hyper_parameters", {}).items() if open_ended or k in accepted}
         module = cls(**{**saved, **changes})
         module.on_load_checkpoint(content)
-        module.load_state_dict(content["state_dict"], strict=strict)
-        return module
+        module.load_state_dict(content["state_dict"], strict=strict is not False)
+        return module if map_location is None else module.to(map_location)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None}  # the run does not travel or get copied with the module

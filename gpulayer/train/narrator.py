@@ -81,7 +81,7 @@ class Narrator:
 
     def record(self, means: Means) -> None:
         """Put means into the trainer's metrics and the loggers."""
-        self._trainer.record(means.callback, means.logged, means.bar)
+        self._trainer.record(means.callback, {**means.steps, **means.logged}, means.bar)
         self._log_row(means.logged)
 
     def end_epoch(self) -> None:

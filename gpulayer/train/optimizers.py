@@ -59,6 +59,16 @@ def make_optimizer(given: Any, model: nn.Module) -> Optimizer:
     return made
 
 
+def check_scheduler(given: Any) -> None:
+    """Raise `UsageError` unless it is something that a plain module's scheduler can be made of."""
+    if given is not None and not (callable(given) or isinstance(given, Mapping) or hasattr(given, "step")):
+        raise UsageError(
+            f"lr_scheduler={given!r} is not supported; pass a function of the optimizer, for example "
+            "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10), a scheduler over the optimizer that is passed, or a "
+            "dict with 'scheduler' and any of 'interval', 'frequency', 'monitor'"
+        )
+
+
 def check_owner(optimizer: Optimizer, module: nn.Module) -> None:
     """Raise `UsageError` unless the optimizer's parameters are the module's."""
     own = {id(parameter) for parameter in module.parameters()}

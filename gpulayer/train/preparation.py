@@ -70,7 +70,7 @@ def _seed_rank(job: FitJob, rank: int) -> None:
     if rank == 0:
         job.rng.restore()
     else:
-        seed_everything((job.seed + rank) % 2**63)
+        seed_everything((job.seed + rank) % 2**63, verbose=False)
 
 
 def _attach(
@@ -138,11 +138,14 @@ def _feeds(job: FitJob, strategy: SingleDevice, trainer: TrainerState, undo: Exi
     train = job.train if job.train is not None else _own_loader(job, "train_dataloader")
     if train is None:
         raise UsageError("there is no train data: pass it to fit, or define train_dataloader() in the module or the datamodule")
-    val = job.val if job.val is not None else as_tuple(_own_loader(job, "val_dataloader"))
+    val = _val_loaders(job)
     if val and not is_overridden(job.module, "validation_step"):
         raise UsageError(f"there is validation data, and {type(job.module).__name__} has no validation_step()")
     feed = _feed(train, order, strategy, "train", arguments.limit_train_batches, undo)
     val_feeds = tuple(_feed(loader, order, strategy, "validation", arguments.limit_val_batches, undo) for loader in val)
+    for each, name in ((feed, "train"), *((each, "validation") for each in val_feeds)):
+        if each.length == 0 and each.loader_length:
+            raise UsageError(f"the limit on {name} batches leaves none of the loader's {each.loader_length}; pass a larger one")
     if feed.length == 0:
         raise UsageError(f"the train loader is empty{_why_empty(feed, strategy)}")
     trainer.num_training_batches = float("inf") if feed.length is None else feed.length
@@ -150,6 +153,12 @@ def _feeds(job: FitJob, strategy: SingleDevice, trainer: TrainerState, undo: Exi
     trainer.train_dataloader = feed.loader
     trainer.val_dataloaders = val_feeds[0].loader if len(val_feeds) == 1 else [each.loader for each in val_feeds] or None
     return feed, val_feeds
+
+
+def _val_loaders(job: FitJob) -> tuple[Any, ...]:
+    if job.arguments.limit_val_batches == 0:
+        return ()
+    return job.val if job.val is not None else as_tuple(_own_loader(job, "val_dataloader"))
 
 
 def _own_loader(job: FitJob, name: str) -> Any:

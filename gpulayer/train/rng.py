@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,9 +12,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpulayer.errors import UsageError
+from gpulayer.train.refusal import refuse_others
 
-def seed_everything(seed: int) -> int:
-    """Seed Python, NumPy and torch (every device), and return the seed."""
+log = logging.getLogger(__name__)
+
+
+def seed_everything(seed: Any, workers: bool = False, verbose: bool = True, **unknown: Any) -> int:
+    """Seed Python, NumPy and torch (every device), and return the seed.
+
+    `workers` changes nothing: torch itself seeds all three in the workers of a DataLoader, each apart, from what is seeded here.
+    `verbose` logs the seed at level INFO.
+    """
+    refuse_others("seed_everything", unknown, ("seed", "workers", "verbose"), {})
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise UsageError(f"seed_everything(seed={seed!r}): pass a whole number")
+    seed = int(seed)
+    if verbose:
+        log.info("seed set to %d", seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -166,8 +166,8 @@ class TrainerState:
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """What went to the loggers last, by name."""
-        return {name: torch.tensor(value) for name, value in self._logged.items()}
+        """What is meant for the loggers, by name; during an epoch with the last step's values."""
+        return {name: torch.tensor(value) for name, value in {**self._logged, **self.logbook.live_step_values()}.items()}
 
     @property
     def final_metrics(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ One device: in this process, bit for bit the plain PyTorch loop. Several: the sa
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -25,17 +26,26 @@ from gpulayer.train.arguments import TrainerArguments, refuse_unknown
 from gpulayer.train.callback import Callback
 from gpulayer.train.data import LoaderSpec, as_loader
 from gpulayer.train.growth import graft
-from gpulayer.train.hooks import Hooks, is_overridden, refuse_unsupported
+from gpulayer.train.hooks import Hooks, is_overridden, refuse_unsupported, refuse_unsupported_data
 from gpulayer.train.job import FitJob, FitResult, RankResult, load_callback, load_weights
 from gpulayer.train.loggers import as_loggers
 from gpulayer.train.loop import FitLoop
 from gpulayer.train.model_checkpoint import ModelCheckpoint
+from gpulayer.train.onlookers import publisher, warn_of_idle_hosts
 from gpulayer.train.preparation import as_tuple
 from gpulayer.train.progress import open_display
+from gpulayer.train.refusal import NotYet, refuse_others
 from gpulayer.train.reporter import Reporter
 from gpulayer.train.rng import RngState, seed_everything
 from gpulayer.train.state import TrainerState
 from gpulayer.train.strategy import SingleDevice
+
+log = logging.getLogger("gpulayer.train")
+_FIT_ARGUMENTS = (
+    *("model", "train_dataloaders", "val_dataloaders", "datamodule", "loss", "optimizer", "lr_scheduler", "metrics"),
+    "batch_size",
+)
+_FIT_NOT_YET: NotYet = {"ckpt_path": (None,), "weights_only": (None,)}
 
 
 class Trainer(TrainerState):
@@ -43,11 +53,13 @@ class Trainer(TrainerState):
 
     max_epochs, max_steps: limits, -1 for none; 1000 epochs if both are left out. max_steps counts optimizer steps.
     num_nodes, devices, accelerator: hosts, devices of each ("auto": all GPUs, or one CPU), "auto", "cpu", "gpu", "cuda", "mps".
+    strategy: "auto" or "ddp", of which "ddp_spawn" and "ddp_notebook" are other names (workers are started in one way, from
+        scripts and notebooks alike); "ddp_find_unused_parameters_true" for a step that leaves parameters unused.
     precision: "32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed", or short 32, 64, 16, "bf16". The two "true" formats
         other than 32 change the model's type, and it keeps it.
     gradient_clip_val, gradient_clip_algorithm: limit on the gradients' "norm" (default) or on each "value"; None or 0 for none.
     accumulate_grad_batches: batches of one optimizer step; the last step of an epoch divides by what is left.
-    limit_train_batches, limit_val_batches: batches of an epoch (int) or the share of them (float).
+    limit_train_batches, limit_val_batches: batches of an epoch (int) or the share of them (float); no validation for 0.
     check_val_every_n_epoch: epochs between two validations, which come after the epoch's training.
     logger: True (a CSVLogger in default_root_dir), False, a logger, or a list. log_every_n_steps: steps between two rows.
     callbacks: a Callback or a list. enable_checkpointing: whether a ModelCheckpoint is added where there is none.
@@ -102,6 +114,7 @@ class Trainer(TrainerState):
         lr_scheduler: Any = None,
         metrics: Any = None,
         batch_size: int | None = None,
+        **unknown: Any,
     ) -> FitResult:
         """Train `model` and leave the trained weights in it.
 
@@ -111,11 +124,12 @@ class Trainer(TrainerState):
         (then `batch_size` counts, 32 if left out) or iterables of batches. With several ranks the batch size is each rank's;
         weights, buffers, modules and parameters that setup() made, callbacks' attributes, metrics and files come back, while the
         caller's random numbers stand still and other attributes that the module gets in the run stay on the ranks.
-        Raises what the user's code raises, KeyboardInterrupt too; the Trainer can be used again after it.
+        Raises what the user's code raises, KeyboardInterrupt too; with several ranks a TrainingError(rank, host) whose __cause__
+        is that. The Trainer can be used again, and a second fit starts at epoch 0 and step 0, with the weights that are there.
         """
         began_s = time.perf_counter()
-        if ckpt_path is not None:
-            raise UsageError(f"fit(ckpt_path={ckpt_path!r}): Lightning has this argument, GPUlayer does not support it yet")
+        refuse_others("fit", {"ckpt_path": ckpt_path, **unknown}, _FIT_ARGUMENTS, _FIT_NOT_YET)
+        refuse_unsupported_data(datamodule)
         if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
             raise UsageError("pass loaders or a datamodule, not both")
         module = adapt(model, loss, optimizer, lr_scheduler, metrics)
@@ -126,6 +140,9 @@ class Trainer(TrainerState):
         job = self._job(module, model, train, val if val_dataloaders is not None else None, datamodule, optimizer)
         with Reporter(open_display(bool(self.arguments.enable_progress_bar)), self.loggers) as reporter:
             if self._devices_here() == 1 and self.num_nodes == 1:
+                warn_of_idle_hosts()
+                if publish := publisher():
+                    reporter.publish_to(publish)
                 loop = FitLoop(self._with_log(job), SingleDevice(self._device()), self, reporter.handle)
                 results = [loop.run()]
             else:
@@ -159,6 +176,7 @@ class Trainer(TrainerState):
     def _fit_in_gang(self, job: FitJob, reporter: Reporter, optimizer: Any) -> list[RankResult]:
         from gpulayer.train import gang as gangs  # only here: a run on one device needs no runtime
 
+        _warn_of_batch_norm(job.module)
         self.start_afresh()
         travelling = _travelling(job)
         try:
@@ -242,6 +260,16 @@ def _prepare_data(module: Any, datamodule: Any) -> None:
     for owner in (datamodule, module):
         if owner is not None and is_overridden(owner, "prepare_data"):
             owner.prepare_data()
+
+
+def _warn_of_batch_norm(module: nn.Module) -> None:
+    kind = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
+    layers = [each for each in module.modules() if isinstance(each, kind) and not isinstance(each, nn.SyncBatchNorm)]
+    if any(each.training for each in layers):
+        log.warning(
+            "the model has %d BatchNorm layers: each rank normalizes by its own batches, and ends apart from one process",
+            len(layers),
+        )
 
 
 def _travelling(job: FitJob) -> FitJob:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from gpulayer.agent import hardware
 from gpulayer.agent.__main__ import parse
 from gpulayer.agent.agent import _ANSWERS, AgentOptions
 from gpulayer.agent.hardware import available_cpus
-from gpulayer.errors import ActorDiedError, WorkerStartError
+from gpulayer.errors import ActorDiedError, UsageError, WorkerStartError
 from gpulayer.resources import Address, Device
 from gpulayer.runtime import records
 from gpulayer.wire.message import Kind, Message
@@ -124,11 +125,18 @@ def test_embedded_agent_ends_with_its_stdin(own_folders):
 
 
 def test_embedded_agent_that_cannot_start_says_why(own_folders, run_script):
-    (own_folders / "run").write_text("in the way")
-    done = run_script("import gpulayer\ntry: gpulayer.connect()\nexcept gpulayer.errors.ConnectError as error: print(error)")
+    too_long = str(own_folders / ("x" * 100))
+    source = "import gpulayer\ntry: gpulayer.connect()\nexcept gpulayer.errors.ConnectError as error: print(error)"
+    done = run_script(source, GPULAYER_RUNTIME_DIR=too_long)
     assert "did not start on this machine (exit code 1)" in done.stdout
     assert "Traceback" not in done.stderr
-    assert "is not a folder" in done.stderr or "in the way" in done.stderr
+    assert "the system allows 107" in done.stderr
+
+
+def test_runtime_folder_that_is_no_folder_of_ours_is_refused_before_anything_starts(own_folders):
+    (own_folders / "run").write_text("in the way")
+    with pytest.raises(UsageError, match="is not a folder of yours"):
+        gpulayer.connect()
 
 
 def test_closing_agent_tells_everybody(own_folders):
@@ -201,6 +209,24 @@ def test_lease_and_goodbye_in_one_frame_leave_nothing(host, driver):
     )
     wait_nothing_left(host)
     assert host.do(lambda: host.agent.leases.ledger.cpus_free) == 2
+
+
+def test_coming_and_going_of_viewers_is_no_news(host, caplog):
+    caplog.set_level(logging.DEBUG, "gpulayer.agent")
+    for kind in ("driver", "viewer"):
+        with Client(f"ipc://{host.socket}") as client:
+            assert client.hello(kind, pid=2**22 - 1).kind is Kind.WELCOME
+            wait_until(lambda: not host.do(lambda: host.agent.peers.known), 5, "the end of the peer")
+    levels = {record.getMessage().split()[-2]: record.levelname for record in caplog.records if "welcome" in record.getMessage()}
+    assert levels == {"driver": "INFO", "viewer": "DEBUG"}
+    gone = {record.getMessage().split()[0]: record.levelname for record in caplog.records if "is gone" in record.getMessage()}
+    assert gone == {"driver": "INFO", "viewer": "DEBUG"}
+
+
+def test_call_to_an_agent_fails(driver):
+    driver.send(Message(Kind.CALL, 7, {"op": "method"}))
+    ((answer,)) = driver.receive()
+    assert (answer.kind, answer.id, answer.body["error"]) == (Kind.FAIL, 7, "UsageError")
 
 
 def test_shutdown_answers_first(own_folders):
@@ -297,3 +323,14 @@ def test_agent_survives_the_end_of_its_zygote_and_says_what_to_do(own_folders):
         with pytest.raises(WorkerStartError, match="restart the agent"):
             gpulayer.get(gpulayer.remote(os.getpid).options(num_cpus=0.5).remote(), timeout=10)
         assert psutil.pid_exists(agent.pid)
+
+
+def test_agent_whose_starter_has_gone_ends_without_a_traceback(own_folders):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "gpulayer.agent", "--port", "0"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=30, env=env)
+    os.close(writer)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpulayer.agent import agent
 from gpulayer.resources import Address, new_id
 from gpulayer.wire import keys
 from gpulayer.wire.keys import KeyPair
@@ -130,22 +131,54 @@ def test_other_key_cannot_speak_as_a_known_peer(host, pair, own_folders, key):
     assert one.ask("state").kind is Kind.REPLY
 
 
-def test_peer_that_says_nothing_for_the_lease_is_forgotten(host, key, monkeypatch):
-    from gpulayer.agent import agent
+@pytest.fixture
+def short_leases(monkeypatch) -> None:
+    for name, seconds in (("DRIVER_LEASE_S", 1.0), ("SILENT_S", 0.1), ("RECONNECT_S", 0.1)):
+        monkeypatch.setattr(agent, name, seconds)
 
-    monkeypatch.setattr(agent, "DRIVER_LEASE_S", 1.0)
+
+def test_peer_without_a_connection_that_says_nothing_for_the_lease_is_forgotten(host, key, short_leases):
     endpoint = f"tcp://127.0.0.1:{host.port}"
-    with Client(endpoint, key, key.public) as silent, Client(endpoint, key, key.public) as talking:
-        for client in (silent, talking):
-            assert client.hello().kind is Kind.WELCOME
+    with Client(endpoint, key, key.public) as talking:
+        assert talking.hello().kind is Kind.WELCOME
+        with Client(endpoint, key, key.public) as silent:
+            assert silent.hello().kind is Kind.WELCOME
         start = time.monotonic()
         while known(host) == 2:
             assert time.monotonic() - start < 5
             talking.send(Message(Kind.TELL, 0, {"m": "ping"}))
             assert talking.receive()[0].body["m"] == "pong"
         assert time.monotonic() - start > 0.9
-        assert silent.ask("state").kind is Kind.REFUSED
         assert talking.ask("state").kind is Kind.REPLY
+
+
+def test_silent_peer_is_known_for_as_long_as_its_connection_stands(host, key, short_leases):
+    """As that of a driver does whose user's code holds the GIL."""
+    with Client(f"tcp://127.0.0.1:{host.port}", key, key.public) as silent:
+        assert silent.hello().kind is Kind.WELCOME
+        (peer,) = host.do(lambda: list(host.agent.peers.known.values()))
+        wait_until(lambda: time.monotonic() - peer.heard_s > 3, 10, "three leases to pass")
+        assert known(host) == 1
+        assert silent.ask("state").kind is Kind.REPLY
+
+
+def test_silent_local_peer_is_known_for_as_long_as_its_process_runs(host, short_leases):
+    with Client(f"ipc://{host.socket}") as silent:
+        assert silent.hello().kind is Kind.WELCOME
+        (peer,) = host.do(lambda: list(host.agent.peers.known.values()))
+        wait_until(lambda: time.monotonic() - peer.heard_s > 2, 10, "two leases to pass")
+        assert silent.ask("state").kind is Kind.REPLY
+
+
+def test_time_in_which_the_agent_could_not_listen_does_not_count(host, key, short_leases):
+    with Client(f"tcp://127.0.0.1:{host.port}", key, key.public) as client:
+        assert client.hello().kind is Kind.WELCOME
+        (peer,) = host.do(lambda: list(host.agent.peers.known.values()))
+        peer.connected_s = 0.0
+        now = time.monotonic()
+        peer.heard_s = now - 10
+        assert not host.do(lambda: host.agent._is_out_of_reach(peer, now, 9.95))
+        assert peer.heard_s == pytest.approx(now - 0.05)
 
 
 def test_local_peer_whose_process_has_ended_is_forgotten_at_once(host):
@@ -169,11 +202,11 @@ def test_pong_tells_the_load(host, pair):
 @pytest.fixture
 def far(host, own_folders, monkeypatch) -> Iterator[tuple[Client, Address]]:
     """A driver of another host's agent, and its address; the two hosts share a home, as with `connect(local=2)`."""
-    with outside("--port", "0", "--name", "far") as agent:
+    with outside("--port", "0", "--name", "far") as other:
         key = keys.load_identity(own_folders / "home")
-        with Client(f"tcp://127.0.0.1:{agent.port}", key, key.public) as client:
+        with Client(f"tcp://127.0.0.1:{other.port}", key, key.public) as client:
             far_host = client.hello().body["host"]["id"]
-            client.agent = agent
+            client.agent = other
             yield client, Address(far_host, client.peer)
 
 
@@ -222,8 +255,6 @@ def test_bulk_that_follows_the_first_message_of_a_link_is_not_lost(host, pair, k
 
 def test_idle_link_stays_known_on_the_other_side(host, pair, key, far, monkeypatch):
     """The agent that dialled pings, or its place would be given up like that of a silent driver."""
-    from gpulayer.agent import agent
-
     monkeypatch.setattr(agent, "DRIVER_LEASE_S", 1.5)
     near, (client, _) = pair[0], far
     target = Address(host.address.host, near.peer)

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import sys
 import threading
 import time
 
 import pytest
 
 import gpulayer
-from gpulayer.errors import ActorDiedError, GPUlayerError, TaskCancelledError, UsageError
+from gpulayer.errors import ActorDiedError, GPUlayerError, RemoteError, TaskCancelledError, UsageError
 from gpulayer.resources import Address, new_id
 from gpulayer.runtime import context
 from gpulayer.runtime.calls import HANDED_BACK, Call, Shipped, pack_arguments
@@ -311,3 +313,80 @@ def test_death_of_another_actor_seen_in_user_code_is_not_ones_own(shared):
     with pytest.raises(ActorDiedError, match="exit code 3"):
         gpulayer.get(caller.call.remote(Victim.remote()))
     assert gpulayer.get(caller.ping.remote()) == "alive"
+
+
+class PicklesBadly(Exception):
+    def __init__(self, how):
+        super().__init__("mine")
+        self.how = how
+
+    def __reduce__(self):
+        raise self.how
+
+
+class ShowsBadly(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
+@gpulayer.remote
+class Rough:
+    """An actor whose methods misbehave in ways that end a careless worker."""
+
+    def fail(self, how):
+        if how == "syntax":
+            error = SyntaxError("x")
+            error.filename, error.lineno, error.text, error.offset = "f", 1, 5, "q"
+            raise error
+        raise {"interrupt": PicklesBadly(KeyboardInterrupt), "exit": PicklesBadly(SystemExit), "shown": ShowsBadly()}[how]
+
+    def replace_stdout(self):
+        class Broken:
+            def write(self, text):
+                return len(text)
+
+            def flush(self):
+                raise RuntimeError("no")
+
+        sys.stdout = Broken()
+
+    def fork(self):
+        if os.fork() == 0:
+            return "child"
+        os.wait()
+        return "parent"
+
+    def take_signal(self):
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    def sleep(self):
+        time.sleep(30)
+
+    def ping(self):
+        return "alive"
+
+
+@pytest.mark.parametrize("how", ["interrupt", "exit", "shown", "syntax"])
+def test_actor_survives_an_error_that_resists_being_sent(shared, how):
+    rough = Rough.remote()
+    with pytest.raises((RemoteError, SyntaxError)):
+        gpulayer.get(rough.fail.remote(how))
+    assert gpulayer.get(rough.ping.remote()) == "alive"
+
+
+def test_actor_survives_a_broken_stdout_and_a_fork_that_returns(shared):
+    rough = Rough.remote()
+    gpulayer.get(rough.replace_stdout.remote())
+    assert gpulayer.get(rough.fork.remote(), timeout=20) == "parent"
+    assert gpulayer.get(rough.ping.remote()) == "alive"
+
+
+def test_cancel_works_after_user_code_took_its_signal(shared):
+    rough = Rough.remote()
+    gpulayer.get(rough.take_signal.remote())
+    ref = rough.sleep.remote()
+    assert gpulayer.wait([ref], timeout=0.3)[0] == []
+    gpulayer.cancel(ref)
+    with pytest.raises(TaskCancelledError):
+        gpulayer.get(ref, timeout=20)
+    assert gpulayer.get(rough.ping.remote()) == "alive"

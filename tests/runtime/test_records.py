@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
+from gpulayer.errors import UsageError
 from gpulayer.resources import Host
 from gpulayer.runtime import records
 from gpulayer.runtime.records import Record
+from gpulayer.wire import security
 from tests.conftest import wait_until
 
 HOST = Host(id=b"12345678", name="here", address="", cpus=1, memory_bytes=1)
@@ -34,9 +38,10 @@ def leave(folder: Path, name: str, /, **changes: object) -> Path:
 
 
 def test_record_says_who_left_it(folder):
-    record = records.write(folder, "agent-7770", HOST, "/x/agent-7770.sock", 7770, embedded=False)
+    socket_path = str(folder / "agent-7770.sock")
+    record = records.write(folder, "agent-7770", HOST, socket_path, 7770, embedded=False)
     born_s = psutil.Process().create_time()
-    assert record == Record("agent-7770", "here", "/x/agent-7770.sock", 7770, os.getpid(), born_s, False)
+    assert record == Record("agent-7770", "here", socket_path, 7770, os.getpid(), born_s, False)
     assert records.read_all(folder) == [record]
     assert [path.name for path in folder.iterdir()] == ["agent-7770.json"], "no draft is left"
 
@@ -114,3 +119,58 @@ def test_record_with_nonsense_in_it_is_not_believed(folder, changes):
     leave(folder, "strange", **changes)
     assert [record.name for record in records.read_all(folder)] == []
     assert (folder.parent / "x.json").exists()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o777, 0o701])
+def test_folder_that_others_may_enter_is_refused(folder, mode):
+    leave(folder, "agent")
+    folder.chmod(mode)
+    with pytest.raises(UsageError, match="chmod 700"):
+        records.read_all(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_folder_of_somebody_else_is_refused(folder):
+    leave(folder, "agent")
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(UsageError, match="owner uid 65534"):
+        records.read_all(folder)
+
+
+def test_folder_that_is_a_symlink_is_refused(folder):
+    (folder / "link").symlink_to(folder)
+    with pytest.raises(UsageError, match="not a folder of yours"):
+        records.read_all(folder / "link")
+
+
+@pytest.mark.parametrize("elsewhere", ["/tmp/trap.sock", "", 7, None])
+def test_socket_of_an_agent_is_the_one_in_the_folder_whatever_its_record_says(folder, elsewhere):
+    leave(folder, "agent", socket_path=elsewhere)
+    assert [record.socket_path for record in records.read_all(folder)] == [str(folder / "agent.sock")]
+
+
+def test_remains_are_spared_when_another_agent_has_begun_to_take_the_place(folder):
+    """It has bound the socket and not yet left its record."""
+    leave(folder, "agent", born_s=1.0)
+    with socket.socket(socket.AF_UNIX) as newcomer:
+        newcomer.bind(str(folder / "agent.sock"))
+        newcomer.listen()
+        assert records.read_all(folder) == []
+        assert (folder / "agent.sock").exists()
+
+
+def test_remains_are_judged_anew_once_their_lock_is_free(folder):
+    """Another agent of that name started between the look and the removal."""
+    path = leave(folder, "agent", born_s=1.0)
+    found: list[list[Record]] = []
+    with security.locked_local(folder / "agent.sock"):
+        reader = threading.Thread(target=lambda: found.append(records.read_all(folder)))
+        reader.start()
+        waits = f"{os.getpid()}"
+        wait_until(lambda: any("->" in line and waits in line for line in Path("/proc/locks").read_text().splitlines()), 10)
+        (folder / "agent.sock").touch()
+        leave(folder, "agent")
+    reader.join()
+    assert path.exists()
+    assert (folder / "agent.sock").exists()
+    assert [record.name for record in records.read_all(folder)] == ["agent"]

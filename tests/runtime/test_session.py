@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import gpulayer
-from gpulayer.errors import GPUlayerError, HostLostError, NotConnectedError
+from gpulayer.errors import GPUlayerError, HostLostError, NotConnectedError, to_facts
+from gpulayer.resources import Address
 from gpulayer.runtime import session as sessions
+from gpulayer.runtime.actors import actor_address
 from tests.conftest import wait_until
 
 
@@ -149,3 +151,19 @@ def test_forked_child_has_no_session_and_makes_none_by_itself(session):
     os.close(reader)
     os.close(writer)
     assert gpulayer.get(sleep.remote(0)) == 0
+
+
+@pytest.mark.parametrize("teller", ["another agent", "a process of its host"])
+def test_death_of_a_worker_is_believed_of_its_own_agent_only(two_hosts, teller):
+    holder = Holder.options(host="local-1").remote()
+    pending = holder.sleep.remote(1)
+    session_ = sessions.current()
+    address = actor_address(holder)
+    other = next(host_id for host_id in session_.hosts if host_id != address.host)
+    source = Address(other) if teller == "another agent" else Address(address.host, b"somebody")
+
+    async def tell() -> None:
+        session_._on_died(source, {"worker": address.to_bytes(), **to_facts(GPUlayerError("so they say"))})
+
+    session_.io.run(tell())
+    assert gpulayer.get(pending, timeout=20) is None

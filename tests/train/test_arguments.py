@@ -32,7 +32,9 @@ def test_arguments_have_lightnings_defaults():
         {"gradient_clip_algorithm": "max"},
         {"accumulate_grad_batches": 0},
         {"limit_train_batches": 0},
+        {"limit_train_batches": 0.0},
         {"limit_val_batches": 1.5},
+        {"limit_val_batches": False},
         {"check_val_every_n_epoch": 0},
         {"log_every_n_steps": -1},
         {"enable_progress_bar": "yes"},
@@ -74,3 +76,16 @@ def test_limited_counts_batches_or_takes_a_share():
         4,
         None,
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpus", "devices="),
+        ("resume_from_checkpoint", "fit\\(ckpt_path=...\\).*not support it yet"),
+        ("num_processes", "devices="),
+    ],
+)
+def test_trainer_points_from_an_old_argument_to_the_new_one(name, message):
+    with pytest.raises(UsageError, match=f"no argument '{name}'; .*{message}"):
+        Trainer(**{name: 1})

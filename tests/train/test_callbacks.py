@@ -84,6 +84,37 @@ def test_a_monitor_that_nobody_logs_is_an_error(tmp_path):
         fit(tmp_path, EarlyStopping("val_acc"), val_loss=[1] * 5)
 
 
+def test_early_stopping_stops_at_once_when_the_value_is_not_finite(tmp_path, capsys):
+    nan = float("nan")
+    result = fit(tmp_path, EarlyStopping("val_loss", verbose=True), val_loss=[3, nan, 1, 1, 1])
+    assert (result.epochs, result.stopped) == (2, "val_loss is nan, which is not finite (best 3)")
+    assert capsys.readouterr().out.splitlines() == ["epoch 0: val_loss improved to 3", f"epoch 1: {result.stopped}"]
+    assert fit(tmp_path, EarlyStopping("val_loss", check_finite=False), val_loss=[3, nan, 2, 1, 1]).epochs == 5
+
+
+def test_early_stopping_that_is_not_strict_waits_for_its_metric(tmp_path):
+    assert fit(tmp_path, EarlyStopping("val_acc", strict=False), val_loss=[1] * 5).epochs == 5
+
+
+def test_callbacks_may_look_in_validated_epochs_only(tmp_path):
+    saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, save_on_train_epoch_end=False)
+    stopper = EarlyStopping("steps", mode="max", patience=1, check_on_train_epoch_end=False)
+
+    class Same(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            pl_module.log("steps", 1.0)
+
+    assert fit(tmp_path, [Same(), saver, stopper], epochs=6, every=2, val_loss=[1] * 6).epochs == 4
+    assert sorted(os.listdir(tmp_path / "c")) == ["epoch=1-step=2.ckpt", "epoch=3-step=4.ckpt"]
+
+
+def test_model_checkpoint_leaves_names_out_of_files_and_tells_what_it_saves(tmp_path, capsys):
+    saver = ModelCheckpoint(tmp_path, "e{epoch}-{val_loss:.1f}", monitor="val_loss", auto_insert_metric_name=False, verbose=True)
+    fit(tmp_path, saver, epochs=1, val_loss=[0.5])
+    assert saver.best_model_path == str(tmp_path / "e0-0.5.ckpt")
+    assert capsys.readouterr().out == f"epoch 0: saved {saver.best_model_path} (val_loss 0.5, best 0.5)\n"
+
+
 @pytest.mark.parametrize("nan_first", [False, True])
 def test_model_checkpoint_keeps_the_best(tmp_path, nan_first):
     saver = ModelCheckpoint(tmp_path / "c", "{epoch}-{val_acc:.1f}", monitor="val_acc", save_top_k=2)

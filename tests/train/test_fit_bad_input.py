@@ -38,6 +38,14 @@ def frozen():
     return nn.Linear(4, 1).requires_grad_(False)
 
 
+class StepsOnly(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).mean()
+
+
 def empty_loader():
     return DataLoader(data(3), batch_size=4, drop_last=True)
 
@@ -60,6 +68,12 @@ def empty_loader():
         ({"train": [(torch.ones(2, 4),)]}, "a tuple of 1 items"),
         ({"train": DataLoader(data()), "batch_size": 4}, "batch_size=4 is for a Dataset"),
         ({"ckpt_path": "x.ckpt"}, "does not support it yet"),
+        ({"weights_only": False}, "does not support it yet"),
+        ({"train_dataloader": data()}, "fit has no argument 'train_dataloader'; did you mean 'train_dataloaders'"),
+        ({"model": nn.Linear}, "fit got the class Linear; pass an instance"),
+        ({"model": LightningModule()}, r"LightningModule has no training_step\(\)"),
+        ({"model": StepsOnly()}, r"StepsOnly has no configure_optimizers\(\)"),
+        ({"lr_scheduler": "cosine"}, "lr_scheduler='cosine' is not supported; pass a function of the optimizer"),
         ({"datamodule": LightningDataModule()}, "not both"),
     ],
 )

@@ -223,7 +223,11 @@ def test_auto_takes_what_the_hosts_have():
 
     assert resolve("auto", "auto", 2, [host(0), host(0)]) == (1, "cpu")
     assert resolve("auto", "auto", 2, [host(4), host(2), host(0)]) == (2, "gpu")
-    assert resolve(4, "auto", 2, [host(4), host(2)]) == (4, "cpu")
+    assert resolve(4, "auto", 2, [host(4), host(2)]) == (4, "gpu")  # more than there are: Gang.reserve says so
+    assert resolve(2, "auto", 1, [host(0), host(1)]) == (2, "gpu")
+    assert resolve("auto", "auto", 2, [host(4), host(0)]) == (1, "gpu")
+    assert resolve(2, "auto", 1, [host(0), host(0)]) == (2, "cpu")
+    assert resolve(2, "auto", 1, [Host(**{**FIELDS, "devices": (Device("metal", 0, "M"),)})]) == (2, "cpu")
     assert resolve(2, "cpu", 1, [host(4)]) == (2, "cpu")
     assert resolve("auto", "gpu", 1, [host(0)]) == (1, "gpu")
     with pytest.raises(UsageError, match="mps"):
@@ -231,3 +235,34 @@ def test_auto_takes_what_the_hosts_have():
 
 
 FIELDS = {"id": bytes(8), "name": "h", "address": "h:1", "cpus": 4, "memory_bytes": 1}
+
+
+class EndsEarlyOnOneRank(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.global_rank == 1 and batch_idx == 1 else None
+
+
+def test_a_rank_that_would_end_its_epoch_alone_is_refused(gangs):
+    with pytest.raises(UsageError, match="returned -1: with several devices"):
+        Trainer(num_nodes=2, max_epochs=1, **QUIET).fit(EndsEarlyOnOneRank())
+
+
+def test_batch_norm_over_ranks_is_warned_of_once(gangs, caplog):
+    def fit_with(*layers):
+        caplog.clear()
+        net = nn.Sequential(nn.Linear(5, 8), *layers, nn.Linear(8, 3))
+        fit(2, net, 4, trainer={"max_epochs": 1})
+        return [record.message for record in caplog.records if "BatchNorm" in record.message]
+
+    assert fit_with(nn.BatchNorm1d(8), nn.BatchNorm1d(8)) == [
+        "the model has 2 BatchNorm layers: each rank normalizes by its own batches, and ends apart from one process"
+    ]
+    assert fit_with(nn.Tanh()) == []
+
+
+def test_two_ranks_name_step_and_epoch_values_as_one_process_does(gangs):
+    trainer = Trainer(num_nodes=2, max_epochs=1, **QUIET)
+    trainer.fit(Net())
+    assert {"loss", "loss_step", "loss_epoch", "world"} <= set(trainer.callback_metrics)
+    assert {"loss_step", "loss_epoch", "world"} <= set(trainer.logged_metrics)
+    assert "loss" not in trainer.logged_metrics

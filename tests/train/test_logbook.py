@@ -28,6 +28,7 @@ def test_training_step_values_are_the_last_ones():
     means = logbook.close_epoch("train", alone)
     assert means.callback == {"a": 2.0}
     assert means.logged == {}
+    assert means.steps == {"a": 2.0}
 
 
 def test_epoch_means_are_weighted_by_batch_size():
@@ -38,7 +39,8 @@ def test_epoch_means_are_weighted_by_batch_size():
         logbook.log("b", value, on_step=False, on_epoch=True, batch_size=1)
     assert logbook.step_values(alone, 1) == {"a_step": 5.0}
     means = logbook.close_epoch("train", alone)
-    assert means.callback == {"a": 2.0, "a_epoch": 2.0, "b": 3.0}
+    assert means.callback == {"a": 2.0, "a_epoch": 2.0, "a_step": 5.0, "b": 3.0}
+    assert means.steps == {"a_step": 5.0}
     assert means.logged == {"a_epoch": 2.0, "b": 3.0}
     assert means.bar == {"a": 2.0}
     assert logbook.close_epoch("train", alone).callback == {}
@@ -68,6 +70,20 @@ def test_ranks_are_reduced_by_name_and_weight():
         logbook.close_epoch("validation", lambda value: sent.append(value) or [value])
     means = ranks[0].close_epoch("validation", lambda value: [value, *sent])
     assert means.callback["a"] == pytest.approx((16 + 4 + 1) / 7)
+
+
+def test_rank_zero_only_takes_rank_zeros_and_exchanges_nothing_by_step():
+    ranks = []
+    for value in (1.0, 5.0):
+        ranks.append(step_log())
+        ranks[-1].log("a", value, on_epoch=True, rank_zero_only=True, sync_dist=True)
+        ranks[-1].log("b", value, on_epoch=True)
+    ranks[0].log("alone", 3.0, on_epoch=True, rank_zero_only=True, sync_dist=True)
+    assert ranks[1].step_values(None, 2) == {"a_step": 5.0, "b_step": 5.0}
+    sent = []
+    ranks[1].close_epoch("train", lambda value: sent.append(value) or [value])
+    means = ranks[0].close_epoch("train", lambda value: [value, *sent]).callback
+    assert (means["a"], means["a_step"], means["b"], means["b_step"], means["alone"]) == (1.0, 1.0, 3.0, 3.0, 3.0)
 
 
 def test_a_batch_that_does_not_count_weighs_nothing():
@@ -138,3 +154,12 @@ def test_nan_stays_nan():
 def test_size_of_is_the_first_tensors_length():
     x = torch.ones(3, 2)
     assert [size_of(b) for b in (x, (x, 1), {"a": x}, [[x], x], torch.tensor(1.0), "text", ("a", x))] == [3, 3, 3, 3, 1, 1, 3]
+
+
+def test_live_values_have_the_names_that_lightning_gives_them():
+    logbook = step_log()
+    logbook.log("a", 1.0, on_epoch=True, prog_bar=True)
+    logbook.log("hidden", 2.0, on_epoch=True, logger=False)
+    assert logbook.live_values() == {"a": 1.0, "a_step": 1.0, "hidden": 2.0, "hidden_step": 2.0}
+    assert logbook.live_values(bar_only=True) == {"a": 1.0}
+    assert logbook.live_step_values() == {"a_step": 1.0}

@@ -308,3 +308,61 @@ def test_hyperparameters_that_are_objects_stay_out_of_checkpoints(tmp_path, capl
 def test_save_checkpoint_before_fit_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="before fit"):
         Trainer(**QUIET).save_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_metrics_have_lightnings_names_in_an_epoch_and_after_it():
+    seen = []
+
+    class Both(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("a", float(batch_idx), True, on_step=True, on_epoch=True)
+            return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            for metrics in (self.trainer.callback_metrics, self.trainer.logged_metrics):
+                seen.append({name: value.item() for name, value in metrics.items()})
+
+    trainer = Trainer(max_epochs=2, **QUIET)
+    trainer.fit(Both(), loader(12))
+    assert seen[:2] == [{"a": 0.0, "a_step": 0.0}, {"a_step": 0.0}]
+    assert seen[-2:] == [{"a": 2.0, "a_step": 2.0, "a_epoch": 1.0}, {"a_step": 2.0, "a_epoch": 1.0}]
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {"a": 1.0, "a_step": 2.0, "a_epoch": 1.0}
+    assert {name: value.item() for name, value in trainer.logged_metrics.items()} == {"a_step": 2.0, "a_epoch": 1.0}
+
+
+@pytest.mark.parametrize(
+    "name", ["transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer", "state_dict", "load_state_dict"]
+)
+def test_a_datamodules_hook_that_is_not_called_is_refused(name):
+    datamodule = type(
+        "Data", (LightningDataModule,), {name: lambda self, *args: None, "train_dataloader": lambda self: loader()}
+    )()
+    with pytest.raises(UsageError, match=f"Data.{name}: Lightning has this hook, GPUlayer does not support it yet"):
+        Trainer(max_epochs=1, **QUIET).fit(Net(), datamodule=datamodule)
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_limit_val_batches_of_zero_means_no_validation(limit):
+    class NoValidation(Net):
+        def on_validation_start(self):
+            raise AssertionError("validated")
+
+    result = Trainer(max_epochs=1, limit_val_batches=limit, **QUIET).fit(NoValidation(), loader(), loader())
+    assert set(result.metrics) == {"train_loss"}
+
+
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_a_share_of_less_than_one_batch_is_refused(name):
+    with pytest.raises(UsageError, match="leaves none of the loader's 2"):
+        Trainer(max_epochs=1, **{f"limit_{name}_batches": 0.3}, **QUIET).fit(Net(), loader(), loader())
+
+
+def test_a_real_lightning_module_without_a_training_step_is_told_so():
+    base = foreign_lightning()
+    base.training_step = base.configure_optimizers = lambda self, *args: None  # Lightning's stubs
+
+    class Forgot(base):
+        net = nn.Linear(4, 2)
+
+    with pytest.raises(UsageError, match=r"Forgot has no training_step\(\)"):
+        Trainer(max_epochs=1, **QUIET).fit(Forgot(), loader())

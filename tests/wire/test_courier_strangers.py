@@ -8,8 +8,10 @@ import pytest
 import zmq
 
 from gpulayer.resources import Address
-from gpulayer.wire.message import CHUNK_BYTES, Kind, Message, WireError, chunk_header, encode, pack, read_chunk_header
-from tests.wire.office import BIG, A, B, Office, announcement, chunk, is_kept
+from gpulayer.wire import courier
+from gpulayer.wire.courier import WINDOW_BYTES
+from gpulayer.wire.message import CHUNK_BYTES, Kind, Message, WireError, chunk_header, encode, pack, read_chunk_header, unpack
+from tests.wire.office import BIG, BULK, A, B, Office, announcement, chunk, is_kept
 
 
 def raise_value_error(source: Address, message: Message) -> None:
@@ -30,9 +32,6 @@ MALFORMED = {
     "chunk over the end": [chunk_header(1, 90), b"x" * 20],
     "chunk larger than its transfer": [chunk_header(1, 0), b"x" * 200],
     "transfer announced twice": [announcement(10, number=9)[0].bytes],
-    "transfer larger than any memory": [announcement(2**62, transfer=9, number=9)[0].bytes],
-    "transfer larger than any number": [announcement(2**64 - 1, transfer=9, number=9)[0].bytes],
-    "transfer of too many bytes": [announcement(*[2**62] * 9, transfer=9, number=9)[0].bytes],
 }
 
 
@@ -149,9 +148,22 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(courier, "bytearray", allocate, raising=False)
 
 
+@pytest.mark.parametrize("sizes", [[2**62], [2**64 - 1], [2**62] * 9])
+def test_transfer_larger_than_any_memory_is_refused_and_its_chunks_give_credit(office: Office, sizes: list[int]) -> None:
+    receiver = office.couriers[B]
+    receiver.receive(A, announcement(*sizes, transfer=9, number=9))
+    for number in range(4):
+        receiver.receive(A, chunk(9, number * CHUNK_BYTES, b"x" * CHUNK_BYTES))
+    office.turn()
+    (frames,) = office.wires[B, A, False]
+    assert [(message.kind, message.id) for message in unpack(frames[0])] == [(Kind.FAIL, 9), (Kind.CREDIT, 4 * CHUNK_BYTES)]
+
+
 @pytest.mark.parametrize("kind", [Kind.ASK, Kind.CALL])
 @pytest.mark.parametrize("early", [False, True])
-def test_request_without_memory_for_its_payload_fails_and_others_go_on(office: Office, no_memory, kind: Kind, early: bool) -> None:
+def test_request_without_memory_for_its_payload_fails_and_others_go_on(
+    office: Office, no_memory, kind: Kind, early: bool
+) -> None:
     office.send(1, b"x" * (3 * WINDOW_BYTES), kind=kind)
     office.send(2, b"y" * CHUNK_BYTES)
     if early:

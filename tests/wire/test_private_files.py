@@ -198,3 +198,25 @@ def test_stamp_changes_with_text_mode_and_existence(folder):
     seen.append(files.stamp(folder, "a"))
     assert len(set(seen)) == 4
     assert files.stamp(folder, "a") == seen[-1]
+
+
+def test_lock_that_its_holder_removes_is_taken_anew(folder):
+    """Or who waited for the old file, and who comes later and makes a new one, would both hold the lock."""
+    events: list[str] = []
+    waits = threading.Event()
+
+    def second() -> None:
+        waits.set()
+        with files.locked(folder):
+            events.append("second has it")
+            assert (folder / ".lock").exists()
+
+    with files.locked(folder):
+        thread = threading.Thread(target=second)
+        thread.start()
+        waits.wait()
+        (folder / ".lock").unlink()
+        events.append("first removes it")
+    thread.join()
+    assert events == ["first removes it", "second has it"]
+    assert (folder / ".lock").exists()

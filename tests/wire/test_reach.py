@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.server
+import os
 import re
 import shlex
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -315,3 +318,17 @@ def test_monitor_tells_of_a_dropped_connection(run, make_site, make_endpoint, un
         assert monitor.failure.cancelled()
 
     run(test())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_ipc_listener_of_another_user_is_refused(run, tmp_path):
+    code = (
+        "import os, socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); os.setuid(65534); s.listen();"
+        "print('ready', flush=True); s.accept()[0].recv(100)"
+    )
+    path = tmp_path / "s"
+    with subprocess.Popen([sys.executable, "-I", "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        with pytest.raises(AuthError, match="belongs to a process of uid 65534"):
+            run(reach.check("here", f"ipc://{path}", 5.0))

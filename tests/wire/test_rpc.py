@@ -399,3 +399,41 @@ async def answer_of(site: Any, endpoint: Endpoint, until: Any) -> dict[str, Any]
     source, message = site.asked.pop()
     site.send(source, Message(Kind.REPLY, message.id, {"ok": 1}))
     return await asking
+
+
+# --- who may answer
+
+
+@pytest.mark.parametrize("kind", [Kind.REPLY, Kind.FAIL, Kind.YIELD])
+def test_answer_of_a_process_that_was_not_asked_is_dropped(
+    run, make_site, make_endpoint, own_folders, until, kind, caplog
+) -> None:
+    async def test() -> None:
+        site = make_site().listen_ipc(own_folders / "run")
+        asker, asked, thief = [await make_endpoint(site) for _ in range(3)]
+        answers: list[Message] = []
+        number = asker.request(address_at(site, asked), Kind.CALL, {}, (), note(answers), note(answers))
+        await until(lambda: asked.inbox)
+        thief.reply(address_at(site, asker), number, {"stolen": True}, kind=kind)
+        await until(lambda: "dropped a" in caplog.text)
+        asked.reply(address_at(site, asker), number, {"true": True})
+        await until(lambda: answers)
+        assert [answer.body for answer in answers] == [{"true": True}]
+
+    run(test())
+
+
+def test_agent_of_another_host_cannot_answer_for_a_process(run, make_site, make_endpoint, own_folders, until, caplog) -> None:
+    async def test() -> None:
+        home, one, two = (make_site(name).listen_ipc(own_folders / "run") for name in ("home", "one", "two"))
+        asker, asked = await make_endpoint(home, one, two), await make_endpoint(one)
+        answers: list[Message] = []
+        number = asker.request(address_at(one, asked), Kind.CALL, {}, (), note(answers))
+        await until(lambda: asked.inbox)
+        two.send(address_at(two, asker), Message(Kind.FAIL, number, {"error": "HostLostError"}))
+        await until(lambda: "dropped a FAIL" in caplog.text)
+        assert answers == []
+        home.send(address_at(home, asker), Message(Kind.FAIL, number, {"error": "HostLostError"}))
+        await until(lambda: answers)
+
+    run(test())

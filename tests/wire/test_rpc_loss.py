@@ -160,6 +160,23 @@ def test_silent_agent_is_lost(run, make_site, make_endpoint, own_folders, until,
     run(test())
 
 
+def test_agent_is_not_lost_when_it_is_this_process_that_could_not_listen(
+    run, make_site, make_endpoint, own_folders, monkeypatch
+) -> None:
+    monkeypatch.setattr(rpc, "HOST_LOST_S", 0.2)
+    monkeypatch.setattr(rpc, "PING_S", 0.01)
+
+    async def test() -> None:
+        site = make_site().listen_ipc(own_folders / "run")
+        endpoint = await make_endpoint(site)
+        endpoint.ping_all()
+        time.sleep(0.5)  # noqa: ASYNC251 - the loop is held up, as by user code that holds the GIL
+        endpoint.ping_all()
+        assert site.id in endpoint.channels
+
+    run(test())
+
+
 @over_both
 def test_agent_that_stops_listening_is_lost_within_a_second(run, make_site, make_endpoint, own_folders, until, how: str) -> None:
     async def test() -> None:

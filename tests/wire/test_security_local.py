@@ -181,3 +181,17 @@ def test_local_client_waits_for_a_server_that_comes_later(folder):
     client = local_client(folder / "s", b"early")
     client.send(b"hello")
     assert receive(local_server(folder / "s"))[-1].bytes == b"hello"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_local_client_refuses_a_folder_that_others_may_enter(folder, mode):
+    folder.chmod(mode)
+    with pytest.raises(UsageError, match=f"chmod 700 {folder}"):
+        local_client(folder / "s")
+
+
+@as_root
+def test_local_client_refuses_a_folder_of_another_user(folder):
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(UsageError, match="owner uid 65534"):
+        local_client(folder / "s")
