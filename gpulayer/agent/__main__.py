@@ -17,6 +17,7 @@ import sys
 from gpulayer.agent.agent import Agent, AgentOptions
 from gpulayer.config import Settings
 from gpulayer.errors import GPUlayerError
+from gpulayer.runtime.prctl import PR_SET_CHILD_SUBREAPER, prctl
 from gpulayer.wire.loop import new_loop
 
 
@@ -43,6 +44,7 @@ def parse(argv: list[str] | None = None) -> AgentOptions:
 async def serve(options: AgentOptions) -> None:
     """start, serve, drain, stop."""
     loop = asyncio.get_running_loop()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # should the zygote be killed, what it kept together becomes ours to end
     agent = Agent(Settings.from_environment(), options)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.stopped.set)

@@ -38,6 +38,8 @@ log = logging.getLogger("gpulayer.agent")
 
 DRIVER_LEASE_S = 8.0
 """A driver without a connection that says nothing for so long is gone, and all it ran ends: inside the promised 10 s."""
+CONNECTED_LEASE_S = 120.0
+"""One whose connection stands may be busy so long; then it has been stopped, or is gone behind a proxy that is not."""
 SILENT_S = 2.0
 """After so long without a word, see whether its connection stands."""
 RECONNECT_S = 1.0
@@ -45,6 +47,9 @@ RECONNECT_S = 1.0
 CHECK_S = 0.5
 KEPT_OBITUARIES = 1000
 KEPT_RUNS = 20
+MAX_RUN_TEXT = 16_384
+MAX_OUTPUT_CHARACTERS = 16 * 1024 * 1024
+"""Output that an agent sends a driver between two of its pings; beyond that the workers wait in `print`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +166,9 @@ class Agent:
             refusal = self._doorkeeper.refusal(key, body)
         if refusal is not None:
             self.peers.answer(lane, peer_id, Message(Kind.REFUSED, 0, {**refusal, "port": self.host.address.rpartition(":")[2]}))
-            log.warning("refused %s %s: %s", body.get("kind"), body.get("hostname"), refusal)
+            log.warning("refused %.40r %.80r: %.300r", body.get("kind"), body.get("hostname"), refusal)
             return None
-        peer = Peer(peer_id, str(body["kind"]), lane, key, body)
+        peer = Peer(peer_id, str(body["kind"]), lane, key, {name: body[name] for name in _KEPT_OF_HELLO if name in body})
         self.peers.answer(lane, peer_id, Message(Kind.WELCOME, 0, {"host": self.host.to_plain()}))
         log.log(_level(peer), "welcome %s %s", peer.kind, peer.name)
         return peer
@@ -179,7 +184,7 @@ class Agent:
         """Twice a second: drivers that are out of reach, whose process has ended or whose key is trusted no more lose all.
 
         A driver may say nothing for long, as when its user's code holds the GIL: then it is its process that counts, or
-        over TCP its connection, which libzmq's own thread keeps up over there.
+        over TCP its connection: the kernel over there ends it with the process, and acknowledges what is sent until then.
         """
         self._lease_check = self._loop.call_later(CHECK_S, self._check_leases)
         now = time.monotonic()
@@ -191,7 +196,7 @@ class Agent:
                 if not records.is_running(peer.hello["pid"], peer.hello["born_s"]):
                     self._peer_gone(peer, "its process has ended")
             elif self._is_out_of_reach(peer, now, late_s):
-                self._peer_gone(peer, f"silent for {DRIVER_LEASE_S:g} s, and its connection is gone")
+                self._peer_gone(peer, f"silent for {now - peer.heard_s:.0f} s")
             elif not self._doorkeeper.knows(peer.kind, peer.key):
                 self._peer_gone(peer, "its key is trusted no more")
         self.peers.links.check(late_s)
@@ -201,7 +206,8 @@ class Agent:
         peer.heard_s = min(now, peer.heard_s + late_s)
         if now - peer.heard_s < SILENT_S or self.peers.is_connected(peer):
             peer.connected_s = now
-        return now - peer.heard_s > DRIVER_LEASE_S and now - peer.connected_s > RECONNECT_S
+        silent_s = now - peer.heard_s
+        return silent_s > CONNECTED_LEASE_S or (silent_s > DRIVER_LEASE_S and now - peer.connected_s > RECONNECT_S)
 
     def _on_worker_exit(self, worker: Worker) -> None:
         address = Address(self.id, worker.id)
@@ -232,10 +238,21 @@ class Agent:
         lease = self.leases.active.get(worker.id)
         if lease is not None:
             owner = Address(self.id, lease.owner)
+            peer = self.peers.known.get(lease.owner)
+            if peer is not None:
+                peer.output_characters += sum(map(len, lines))
+                self.pool.pause_output(worker, peer.output_characters > MAX_OUTPUT_CHARACTERS)
             running = worker.mark.name if worker.mark is not None and lease.kind == "task" else ""
             self.peers.tell(
                 owner, "log", label=running or worker.label, pid=worker.pid, host=self.host.name, stream=stream, lines=lines
             )
+
+    def _take_output_again(self, peer: Peer) -> None:
+        """The driver is there and takes what it is sent: its workers may print on."""
+        peer.output_characters = 0
+        for lease in self.leases.active.values():
+            if lease.owner == peer.id and lease.worker is not None:
+                self.pool.pause_output(lease.worker, False)
 
     def _reclaim(self) -> None:
         """Somebody waits: ask drivers to give back workers that idle."""
@@ -283,6 +300,7 @@ class Agent:
             elif topic not in ("pong", "nudge"):
                 self._refuse_tell(peer, topic)
         elif topic == "ping":
+            self._take_output_again(peer)
             ledger = self.leases.ledger
             load = {"cpus_free": ledger.cpus_free, "gpus_free": ledger.gpus_free, "waiting": len(self.leases.queue)}
             self.peers.tell(source, "pong", **load)
@@ -293,6 +311,8 @@ class Agent:
         elif topic == "status" and (worker := self.pool.workers.get(peer.id)) is not None:
             worker.status = body
         elif topic == "run":
+            if len(repr(body["run"])) > MAX_RUN_TEXT:
+                raise ValueError("a run's status is a few numbers")
             runs = self.runs.setdefault(peer.id, {})
             runs[str(body["run"]["id"])] = {**body["run"], "driver": peer.name}
             if len(runs) > KEPT_RUNS:
@@ -374,8 +394,9 @@ def _level(peer: Peer) -> int:
 
 
 _Answer = Callable[[Agent, Peer, Address, Message], "dict[str, Any] | None"]
-_MALFORMED = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
+_MALFORMED = (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 """What code meets that expects one plain value in a body and finds another."""
+_KEPT_OF_HELLO = ("pid", "born_s", "user", "hostname")
 _MAY_ASK = {"viewer": {"state"}, "agent": {"kill", "named"}}
 """What kinds of peer that are limited may ask. An agent asks for its own host's processes, which hold handles of actors here."""
 _ANSWERS: dict[str, _Answer] = {

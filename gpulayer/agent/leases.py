@@ -18,6 +18,8 @@ from gpulayer.errors import GPUlayerError, PlacementError, UsageError
 from gpulayer.resources import Device, Host, Resources
 from gpulayer.scheduler.ledger import Grant, Ledger, check_need
 
+MAX_STARTING = 32
+
 Answer = Callable[[dict[str, Any] | GPUlayerError], None]
 
 
@@ -60,7 +62,7 @@ class Leases:
             answer(error)
             return
         if not body.get("wait", True):
-            grant = None if self.queue else self.ledger.grant(lease.need)
+            grant = None if self.queue or self._is_busy_starting() else self.ledger.grant(lease.need)
             if grant is None:
                 answer(PlacementError(f"{self._host.name} has no room for {lease.need} now: {self.free_text()}", busy=True))
                 return
@@ -71,12 +73,16 @@ class Leases:
 
     def pump(self) -> None:
         """Grant what fits, strictly in order, so that a large request is not starved by small ones."""
-        while self.queue:
+        while self.queue and not self._is_busy_starting():
             grant = self.ledger.grant(self.queue[0].need)
             if grant is None:
                 self._reclaim()
                 return
             self._start(self.queue.popleft(), grant)
+
+    def _is_busy_starting(self) -> bool:
+        """So many workers are on their way that the zygote's socket might fill up, and both sides wait for each other."""
+        return len(self._starting) >= MAX_STARTING
 
     def release(self, owner: bytes, worker_id: bytes, reason: str) -> None:
         """End one lease of `owner`."""
@@ -165,7 +171,11 @@ class Leases:
         self.active[worker.id] = lease
         task = asyncio.get_running_loop().create_task(self._answer_when_ready(lease, worker))
         self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        task.add_done_callback(self._has_started)
+
+    def _has_started(self, task: asyncio.Task[None]) -> None:
+        self._starting.discard(task)
+        self.pump()
 
     async def _answer_when_ready(self, lease: Lease, worker: Worker) -> None:
         try:

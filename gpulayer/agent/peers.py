@@ -24,6 +24,8 @@ from gpulayer.wire.security import sender_key
 
 log = logging.getLogger("gpulayer.agent")
 
+STRANGER_BYTES = 16 * 1024
+"""Frames of those who may only ask or say hello: msgpack grows seventyfold when it is opened, so they are small."""
 _NOWHERE = bytes(8)
 _BULK_LANE_S = 5.0
 _BULK_RETRY_S = 0.005
@@ -39,6 +41,7 @@ class Peer:
     key: str  # its public key, "" over ipc
     hello: dict[str, Any]
     heard_s: float = field(default_factory=time.monotonic)
+    output_characters: int = 0  # of its workers' output, sent to it since its last ping
     connected_s: float = field(default_factory=time.monotonic)  # when its connection was last seen to stand
     callers: set[Address] = field(default_factory=set[Address])  # who has sent it anything: they learn of its end
 
@@ -139,7 +142,11 @@ class Peers:
             if key is None:
                 raise WireError("a frame without the key of its sender")
             peer = self.known.get(peer_id)
+            if (peer is None or peer.kind == "viewer") and sum(map(len, frames)) > STRANGER_BYTES:
+                raise WireError("more bytes than a hello or a viewer's question has")
             if peer is None or peer.key != key or peer.lane is not lane:
+                if kind == BULK:  # a process says hello on its control lane
+                    raise WireError("bulk from a process that has not said hello")
                 self._take_hello(lane, peer_id, key, frames)
                 return
             peer.heard_s = time.monotonic()

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gpulayer.errors import WorkerStartError
 from gpulayer.jobs.logs import OutputLog
 from gpulayer.jobs.spec import describe_exit
@@ -24,6 +26,7 @@ from gpulayer.runtime.inbox import MARKER, PLACEHOLDER, Inbox, send_message
 from gpulayer.runtime.start_mark import StartMark
 
 START_TIMEOUT_S = 60.0
+REAP_S = 0.5
 EXIT_GRACE_S = 0.05
 """How long a dead worker's last frames may still be on their way through its socket before its calls fail."""
 
@@ -52,6 +55,8 @@ class Worker:
     logs: dict[str, OutputLog] = field(default_factory=dict[str, OutputLog])
     status: dict[str, Any] = field(default_factory=dict[str, Any])  # what it last said of itself
     open_pipes: int = 2
+    pipes: dict[str, int] = field(default_factory=dict[str, int])  # the ends that are read here
+    paused: bool = False
 
 
 OnLines = Callable[[Worker, str, list[str]], None]
@@ -70,7 +75,12 @@ class Pool:
         self._socket_path = socket_path
         self._on_lines = on_lines
         self._on_exit = on_exit
+        self._preloaded: list[str] = []
+        self._start_zygote()
+
+    def _start_zygote(self) -> None:
         self._has_forked = False
+        self._zygote_ended = False
         self._control, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "gpulayer.runtime.zygote", str(theirs.fileno())]
@@ -80,14 +90,19 @@ class Pool:
             )
         self._control.setblocking(False)
         self._inbox = Inbox(self._control)
-        loop.add_reader(self._control, self._read_zygote)
+        self._loop.add_reader(self._control, self._read_zygote)
 
     def preload(self, modules: list[str]) -> None:
         """Let the zygote import `modules` now, so that workers have them at once."""
+        self._preloaded = modules
         self._send({"op": "preload", "modules": modules})
 
     def fork(self, label: str, env: dict[str, str], threads: int, modules: list[str]) -> Worker:
         """Ask the zygote for a worker; `wait_ready` says whether it came up. Raises `WorkerStartError` if there is no zygote."""
+        if self._zygote_ended:
+            self._process.wait()  # its socket has closed, so it has ended
+            self._start_zygote()
+            self.preload(self._preloaded)
         worker_id = new_id()
         folder = self._folder / worker_id.hex()
         ready, ended, gone = (self._loop.create_future() for _ in range(3))
@@ -108,7 +123,10 @@ class Pool:
             worker.mark = StartMark.create(worker.mark_path)
             pipes = self._pipes(worker)
         except OSError as error:
-            raise WorkerStartError(f"a worker for {label} cannot start: {error.strerror}: {error.filename or 'pipe'}") from None
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                mark.unlink()
+            raise WorkerStartError(f"a worker for {label} cannot start: {error.strerror} (in {self._folder})") from None
         self._has_forked = True
         self._send({"op": "fork", "config": config}, pipes)
         self.workers[worker_id] = worker
@@ -167,9 +185,7 @@ class Pool:
             self._control.setblocking(True)  # requests are small: the kernel's buffer takes them unless the zygote is stuck
             send_message(self._control, message, fds)
         except OSError as error:
-            raise WorkerStartError(
-                f"the zygote has ended ({error}); restart the agent: gpulayer down, then gpulayer up"
-            ) from None
+            raise WorkerStartError(f"the process that workers are forked from has ended ({error}); try again") from None
         finally:
             if self._control.fileno() >= 0:
                 self._control.setblocking(False)
@@ -182,6 +198,7 @@ class Pool:
             reader, writer = os.pipe()
             os.set_blocking(reader, False)
             worker.logs[stream] = OutputLog()
+            worker.pipes[stream] = reader
             self._loop.add_reader(reader, self._read_pipe, worker, stream, reader)
             writers.append(writer)
         return writers[0], writers[1]
@@ -198,15 +215,31 @@ class Pool:
         if not data:
             self._loop.remove_reader(fd)
             os.close(fd)
+            worker.pipes.pop(stream, None)
             worker.open_pipes -= 1
             _check_gone(worker)
+
+    def pause_output(self, worker: Worker, paused: bool) -> None:
+        """Stop or go on reading what a worker prints: while nobody takes it, the worker waits in its `print`."""
+        if worker.paused != paused:
+            worker.paused = paused
+            for stream, fd in worker.pipes.items():
+                if paused:
+                    self._loop.remove_reader(fd)
+                else:
+                    self._loop.add_reader(fd, self._read_pipe, worker, stream, fd)
 
     def _read_zygote(self) -> None:
         messages = self._inbox.read()
         if messages is None:
             self._loop.remove_reader(self._control)
-            for worker in list(self.workers.values()):
+            self._control.close()
+            self._zygote_ended = True
+            workers = list(self.workers.values())
+            sweep({worker.id.hex() for worker in workers}, {worker.pid for worker in workers})
+            for worker in workers:
                 self._ended(worker, "its zygote ended")
+            self._loop.call_later(REAP_S, reap_adopted, self._process.pid)
             return
         for message in messages:
             worker = self.workers.get(bytes.fromhex(message.get("worker") or message.get("exit", "")))
@@ -234,6 +267,22 @@ class Pool:
         self._on_exit(worker)
         worker.ended.set_result(None)
         _check_gone(worker)
+
+
+def sweep(markers: set[str], pids: set[int]) -> None:
+    """Kill what ended workers left below this process: whatever carries one of their markers or is in one of their sessions."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) in pids or process.environ().get(MARKER) in markers:
+                process.kill()
+
+
+def reap_adopted(own_pid: int) -> None:
+    """Take note of ended processes that became this one's children when their parent was killed."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if process.pid != own_pid and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
 
 
 def _check_ready(worker: Worker) -> None:

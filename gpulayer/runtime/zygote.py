@@ -29,8 +29,7 @@ import psutil
 
 from gpulayer.runtime import worker
 from gpulayer.runtime.inbox import MARKER, Inbox, send_message
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+from gpulayer.runtime.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 
 class Zygote:
@@ -46,7 +45,7 @@ class Zygote:
 
     def run(self) -> None:
         """Serve until the agent goes, then leave nothing behind."""
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
@@ -110,7 +109,7 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, it would be so in all that user code starts
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
             os.setsid()
@@ -178,12 +177,6 @@ def preload(modules: list[str]) -> None:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken package is its user's business, not the end of all workers
             print(f"gpulayer: {name} is not preloaded: {error}", file=sys.stderr)
-
-
-def prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere nothing, and the sweep at the end has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _become_process(config: dict[str, Any], stdout: int, stderr: int) -> None:

@@ -78,12 +78,7 @@ def open_socket(dial: Dial, routing_id: bytes, prepare: security.Prepare = lambd
         path = dial.endpoint.removeprefix("ipc://")
         return security.local_client_socket(path, routing_id=routing_id, prepare=prepare)
     return security.client_socket(
-        dial.endpoint,
-        routing_id=routing_id,
-        identity=dial.identity,
-        server_key=dial.server_key,
-        prepare=prepare,
-        heartbeat=routing_id[:1] == CONTROL,  # nothing but a lost connection may cut the bulk lane, however slow
+        dial.endpoint, routing_id=routing_id, identity=dial.identity, server_key=dial.server_key, prepare=prepare
     )
 
 

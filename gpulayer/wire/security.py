@@ -29,11 +29,8 @@ from gpulayer.wire.keys import KeyPair
 MAX_FRAME_BYTES = 4 << 20  # as it crosses the wire: encryption adds some 40 bytes
 MAX_IPC_PATH_BYTES = 107  # sockaddr_un holds 108, with the final zero
 
-HEARTBEAT_TTL_MS = 7000
-
 _HANDSHAKE_MS = 5000
-_HEARTBEAT_MS = 1000
-_HEARTBEAT_TIMEOUT_MS = 15_000  # the other side may be as silent as a host that is not lost yet
+_UNACKED_MS = 10_000  # a server gives up a connection whose other kernel acknowledges nothing for so long
 
 Prepare = Callable[[zmq.Socket[bytes]], object]
 
@@ -68,25 +65,18 @@ def server_socket(endpoint: str, identity: KeyPair, *, authenticator: Authentica
     socket.set(zmq.CURVE_SECRETKEY, identity.secret.encode())
     socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.set(zmq.TCP_MAXRT, _UNACKED_MS)
     _set_router_options(socket)
     return _bound(socket, endpoint, endpoint)
 
 
 def client_socket(
-    endpoint: str,
-    *,
-    routing_id: bytes,
-    identity: KeyPair,
-    server_key: str,
-    prepare: Prepare = _as_it_is,
-    heartbeat: bool = False,
+    endpoint: str, *, routing_id: bytes, identity: KeyPair, server_key: str, prepare: Prepare = _as_it_is
 ) -> zmq.Socket[bytes]:
     """A DEALER on its way to `tcp://host:port`, which talks only to the holder of `server_key`'s secret.
 
     A name is looked up as IPv4 only: an agent binds one address, and `localhost` is often both. `prepare` gets the socket
-    before it connects: a refused client does not try again, so a monitor that comes later may miss the one event. With
-    `heartbeat` libzmq's own thread, which needs no GIL, shows the server that this process lives: the server cuts a
-    connection on which it has heard nothing for `HEARTBEAT_TTL_MS`.
+    before it connects: a refused client does not try again, so a monitor that comes later may miss the one event.
     """
     endpoint = _tcp_endpoint(endpoint)
     public = keys.check_key(server_key).encode()
@@ -94,10 +84,6 @@ def client_socket(
     socket.set(zmq.CURVE_SERVERKEY, public)
     socket.set(zmq.CURVE_PUBLICKEY, identity.public.encode())
     socket.set(zmq.CURVE_SECRETKEY, identity.secret.encode())
-    if heartbeat:
-        socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.set(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_MS)
-        socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     prepare(socket)
     return _connected(socket, endpoint)
 

@@ -18,7 +18,7 @@ from gpulayer.agent import hardware
 from gpulayer.agent.__main__ import parse
 from gpulayer.agent.agent import _ANSWERS, AgentOptions
 from gpulayer.agent.hardware import available_cpus
-from gpulayer.errors import ActorDiedError, UsageError, WorkerStartError
+from gpulayer.errors import ActorDiedError, UsageError
 from gpulayer.resources import Address, Device
 from gpulayer.runtime import records
 from gpulayer.wire.message import Kind, Message
@@ -314,15 +314,29 @@ def test_shares_divide_the_devices_between_agents(own_folders, monkeypatch):
     assert found == [[0], [1], [2], []]
 
 
-def test_agent_survives_the_end_of_its_zygote_and_says_what_to_do(own_folders):
+def test_agent_survives_the_end_of_its_zygote_and_starts_another(own_folders):
     with outside("--port", "0") as agent, gpulayer.connect():
-        sleep = gpulayer.remote(lambda: os.getppid())
-        zygote = gpulayer.get(sleep.remote())
+
+        def begin() -> tuple[int, int]:
+            grandchild = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            return os.getppid(), grandchild.pid
+
+        zygote, grandchild = gpulayer.get(gpulayer.remote(begin).remote())
         os.kill(zygote, signal.SIGKILL)
         wait_until(lambda: workers_of(agent.pid) == [] and is_gone(zygote), 5, "the end of the workers")
-        with pytest.raises(WorkerStartError, match="restart the agent"):
-            gpulayer.get(gpulayer.remote(os.getpid).options(num_cpus=0.5).remote(), timeout=10)
+        wait_until(lambda: is_gone(grandchild), 5, "the end of what a worker had started")
+        assert gpulayer.get(gpulayer.remote(os.getppid).options(num_cpus=0.5).remote(), timeout=20) not in (zygote, 1)
         assert psutil.pid_exists(agent.pid)
+
+
+def test_output_waits_for_a_driver_that_does_not_take_it(host, driver, monkeypatch):
+    monkeypatch.setattr("gpulayer.agent.agent.MAX_OUTPUT_CHARACTERS", 10_000)
+    worker = driver.ask("lease", cpus=1, gpus=0, kind="actor", label="printer").body
+    inside_view = host.agent.pool.workers[worker["worker"]]
+    host.do(lambda: host.agent._on_lines(inside_view, "stdout", ["x" * 20_000]))
+    assert host.do(lambda: inside_view.paused)
+    driver.send(Message(Kind.TELL, 0, {"m": "ping"}))
+    wait_until(lambda: not host.do(lambda: inside_view.paused), 5, "the output going on")
 
 
 def test_agent_whose_starter_has_gone_ends_without_a_traceback(own_folders):

@@ -162,6 +162,15 @@ def test_silent_peer_is_known_for_as_long_as_its_connection_stands(host, key, sh
         assert silent.ask("state").kind is Kind.REPLY
 
 
+def test_silent_peer_is_given_up_in_the_end_though_its_connection_stands(host, key, short_leases, monkeypatch):
+    """As that of a stopped driver does."""
+    monkeypatch.setattr(agent, "CONNECTED_LEASE_S", 2.0)
+    with Client(f"tcp://127.0.0.1:{host.port}", key, key.public) as silent:
+        assert silent.hello().kind is Kind.WELCOME
+        wait_until(lambda: known(host) == 0, 5, "the end of the peer")
+        assert silent.ask("state").kind is Kind.REFUSED
+
+
 def test_silent_local_peer_is_known_for_as_long_as_its_process_runs(host, short_leases):
     with Client(f"ipc://{host.socket}") as silent:
         assert silent.hello().kind is Kind.WELCOME

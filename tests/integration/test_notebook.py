@@ -71,7 +71,8 @@ class Counter:
     )
     assert notebook("p = gpulayer.get(move.remote(Point(1))); print(isinstance(p, Point), p.x)").count("True 2\n") == 1
     shown = notebook("import time; gpulayer.get(move.remote(Point(3))); time.sleep(0.5)")
-    assert shown.startswith("(move pid=") and shown.endswith("moving\n")  # in the cell that called, not in the one that connected
+    assert shown.startswith("(move pid=")  # in the cell that called, not in the one that connected
+    assert shown.endswith("moving\n")
     assert "3\n" in notebook("print((await move.remote(Point(2))).x)")
     assert "[1, 2]" in notebook("c = Counter.remote(); import asyncio; print([await c.add.remote(), await c.add.remote()])")
     assert "5 6" in notebook("a, b = await asyncio.gather(move.remote(Point(4)), move.remote(Point(5))); print(a.x, b.x)")

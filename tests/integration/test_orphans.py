@@ -130,12 +130,28 @@ def test_killed_agent_leaves_nothing(drive):
 
 
 @pytest.mark.slow
-def test_stopped_driver_is_given_up_and_leaves_nothing(drive):
-    """A driver that hangs, rather than end, says nothing: its lease expires."""
+@pytest.mark.parametrize("way", ["ipc", "tcp"])
+def test_driver_whose_code_holds_the_gil_keeps_what_it_has(way, run_script):
+    """It cannot say anything meanwhile, though it lives."""
     with outside("--port", "0") as agent:
-        driver, pids = drive([f"127.0.0.1:{agent.port}"])
-        os.kill(driver.pid, signal.SIGSTOP)
-        wait_until(lambda: all(map(is_gone, pids)), PROMISED_S, "the end of the workers")
+        done = run_script(f"""
+import ctypes, gpulayer
+
+@gpulayer.remote
+class Counter:
+    def __init__(self):
+        self.count = 0
+    def add(self):
+        self.count += 1
+        return self.count
+
+gpulayer.connect({None if way == "ipc" else [f"127.0.0.1:{agent.port}"]})
+counter = Counter.remote()
+print(gpulayer.get(counter.add.remote()))
+ctypes.PyDLL(None).sleep(18)
+print(gpulayer.get(counter.add.remote(), timeout=10))
+""")
+    assert done.stdout.splitlines() == ["1", "2"], done.stderr
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.conftest import is_gone, wait_until
 from tests.integration.netlab import NetHost, two_hosts, why_not
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -48,6 +49,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NetHost, Net
 
 def up(host: NetHost, number: int) -> None:
     host.gpulayer("up", "--detach", "--bind", host.address, "--name", f"host{number}", "--cpus", "2")
+
+
+def mend(one: NetHost, two: NetHost) -> None:
+    """Join the hosts again; it takes a moment until each finds the other."""
+    two.mend()
+    probe = f"import socket; socket.create_connection(({two.address!r}, {PORT}), 1)"
+    wait_until(lambda: one.run([sys.executable, "-c", probe]).returncode == 0, 30, "a way between the hosts")
 
 
 def drive(host: NetHost, source: str, timeout: float = 60) -> str:
@@ -276,5 +284,64 @@ with gpulayer.connect(HOSTS):
         try:
             out, err = driver.communicate("cut\n", timeout=60)
         finally:
-            two.mend()
+            mend(one, two)
     assert out.splitlines() == ["host2 True", "host1"], err
+
+
+def test_named_actor_is_found_and_killed_from_a_task_on_the_other_host(lab):
+    """Whichever of the two agents has dialled the other: questions come back over the same link."""
+    printed = drive(
+        lab[0],
+        """
+@gpulayer.remote
+class Victim:
+    def pid(self):
+        return os.getpid()
+
+@gpulayer.remote
+def end(actor):
+    gpulayer.get(actor.pid.remote())
+    gpulayer.kill(actor)
+    try:
+        gpulayer.get(actor.pid.remote(), timeout=10)
+    except gpulayer.errors.ActorDiedError as error:
+        return error.cause
+
+with gpulayer.connect(HOSTS):
+    for mine, other in (("host1", "host2"), ("host2", "host1")) * 2:
+        actor = Victim.options(host=other).remote()
+        print(gpulayer.get(end.options(host=mine).remote(actor), timeout=20))
+""",
+    )
+    assert printed.splitlines() == ["killed by gpulayer.kill()"] * 4
+
+
+def test_driver_host_that_is_cut_off_loses_its_workers_within_15_seconds(lab):
+    """Its processes live, and so does its connection for all that the far kernel knows."""
+    one, two = lab
+    script = one.folder / "far.py"
+    script.write_text(
+        PREAMBLE
+        + """
+@gpulayer.remote
+class Held:
+    def pid(self):
+        return os.getpid()
+
+gpulayer.connect(HOSTS[1:])
+held = Held.remote()
+print(gpulayer.get(held.pid.remote()), flush=True)
+sys.stdin.readline()
+"""
+    )
+    with one.start([sys.executable, str(script)], stdin=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        line = driver.stdout.readline()
+        assert line, driver.communicate()[1]
+        assert not is_gone(int(line))
+        two.cut()
+        try:
+            wait_until(lambda: is_gone(int(line)), 15, "the end of the worker")
+        finally:
+            mend(one, two)
+            driver.kill()
