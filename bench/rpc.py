@@ -2,7 +2,7 @@
 
     python bench/rpc.py [--rounds 5] [--json bench/results/rpc_cpu_DATE.json]
 
-first result    connect() in a fresh program, one task, its result (s)
+first result    a fresh program: its start, import, connect(), one task, until it prints the result (s)
 sync            calls one at a time (calls/s)                  floor: 1 byte there and back over a Unix socket
 pipelined       2000 calls at once, then all results (calls/s) floor: 2000 writes of 64 bytes, answered in order
 echo            an array there and back (MB/s, both ways)      floor: the same bytes there and back, read into kept memory
@@ -17,13 +17,14 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
 
 import gpulayer
 
-FIRST = "import gpulayer; gpulayer.connect(); print(gpulayer.get(gpulayer.remote(lambda: 42).remote()))"
+FIRST = "import gpulayer; gpulayer.connect(); print(gpulayer.get(gpulayer.remote(lambda: 42).remote()), flush=True)"
 
 
 @gpulayer.remote
@@ -86,7 +87,10 @@ def seconds(work, *args):
 
 
 def first_result():
-    subprocess.run([sys.executable, "-c", FIRST], check=True, capture_output=True)
+    with subprocess.Popen([sys.executable, "-c", FIRST], stdout=subprocess.PIPE, cwd=tempfile.gettempdir()) as program:
+        start = time.perf_counter()
+        assert program.stdout.readline() == b"42\n"
+        return time.perf_counter() - start
 
 
 def one_round(actor, floor):
@@ -112,7 +116,7 @@ def summary(values):
 
 def measure(rounds):
     floor = Floor()  # before connect: a fork after it would copy threads' state
-    starts = [seconds(first_result) for _ in range(rounds)]
+    starts = [first_result() for _ in range(rounds)]
     with gpulayer.connect():
         actor = Echo.remote()
         gpulayer.get(actor.ping.remote())

@@ -1,5 +1,6 @@
 """The README tells the truth: its programs run and print what it shows, its commands exist."""
 
+import json
 import re
 import subprocess
 import sys
@@ -48,3 +49,12 @@ def test_file_links_exist() -> None:
 def test_module_runs_as_a_command() -> None:
     done = subprocess.run([sys.executable, "-m", "gpulayer.cli", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("gpulayer 0.")
+
+
+def test_figures_are_those_of_the_recorded_run() -> None:
+    (record,) = (Path(__file__).resolve().parents[1] / "bench" / "results").glob("rpc_*.json")
+    for row in json.loads(record.read_text())["figures"].values():
+        digits = 2 if row["unit"] == "s" else 0
+        for side in ("gpulayer", "floor"):
+            if side in row:
+                assert f"{row[side]['median']:.{digits}f} ({row[side]['min']:.{digits}f}-{row[side]['max']:.{digits}f})" in README
