@@ -16,8 +16,6 @@
     |   +-- ActorDiedError                  a worker process ended with calls pending
     +-- TaskCancelledError                  the call was cancelled
     +-- GetTimeoutError (TimeoutError)      `get` waited as long as it was told to
-    +-- PendingCallsLimitError              more calls in flight than allowed
-    +-- UnknownOutcomeError                 the call may or may not have run; it is not run again
     +-- TrainingError                       a training run failed on some rank
     +-- KeyFileError                        a key file that is missing, readable by others, or not a key
 
@@ -39,14 +37,12 @@ __all__ = [
     "KeyFileError",
     "MissingModuleError",
     "NotConnectedError",
-    "PendingCallsLimitError",
     "PlacementError",
     "RemoteError",
     "RemoteTraceback",
     "SerializationError",
     "TaskCancelledError",
     "TrainingError",
-    "UnknownOutcomeError",
     "UsageError",
     "VersionMismatchError",
     "WorkerError",
@@ -165,14 +161,6 @@ class TaskCancelledError(GPUlayerError):
 
 class GetTimeoutError(GPUlayerError, TimeoutError):
     """`get` or `wait` waited as long as it was told to; the call goes on."""
-
-
-class PendingCallsLimitError(GPUlayerError):
-    """More calls in flight than allowed."""
-
-
-class UnknownOutcomeError(GPUlayerError):
-    """The call may or may not have run, and is not run again."""
 
 
 class TrainingError(GPUlayerError):

@@ -1,1 +1,1 @@
-"""Decisions without I/O: what a host can still grant (ledger), which hosts to use (placement), how fast links are (bandwidth)."""
+"""Decisions without I/O: what a host can still grant (ledger), which hosts to use (placement) in which cluster."""
