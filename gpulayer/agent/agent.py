@@ -165,8 +165,8 @@ class Agent:
         else:
             refusal = self._doorkeeper.refusal(key, body)
         if refusal is not None:
+            log.warning("refused %.40s %.80r: %.300r", repr(body.get("kind")).strip("'"), body.get("hostname"), refusal)
             self.peers.answer(lane, peer_id, Message(Kind.REFUSED, 0, {**refusal, "port": self.host.address.rpartition(":")[2]}))
-            log.warning("refused %.40r %.80r: %.300r", body.get("kind"), body.get("hostname"), refusal)
             return None
         peer = Peer(peer_id, str(body["kind"]), lane, key, {name: body[name] for name in _KEPT_OF_HELLO if name in body})
         self.peers.answer(lane, peer_id, Message(Kind.WELCOME, 0, {"host": self.host.to_plain()}))

@@ -327,7 +327,9 @@ def test_ctrl_c_in_connect_leaves_nothing(start_script, own_folders, delay_s):
         gpulayer.connect
         print("now")
         try:
-            gpulayer.connect(local=2)
+            while True:
+                gpulayer.connect(local=2)
+                gpulayer.disconnect()
         except KeyboardInterrupt:
             print("interrupted")
     """)
