@@ -16,8 +16,7 @@ import gpulayer
 
 
 def load_data():
-    """1797 images of 8 x 8 pixels; every fifth one is kept for the test."""
-    digits = load_digits()
+    digits = load_digits()  # 1797 images of 8 x 8 pixels; every fifth one is kept for the test
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     test = torch.arange(len(labels)) % 5 == 0

@@ -56,3 +56,8 @@ def test_functions_show_tasks_actors_and_errors(tmp_path):
 def test_gpt_learns_from_the_standard_library(tmp_path):
     said = run_example("stdlib_gpt.py", tmp_path, 150)
     assert number(r"loss ([\d.]+)", said) < number(r"\(\w+: ([\d.]+)\)", said) - 1.5
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_example_is_short(path):
+    assert len(path.read_text().splitlines()) < 60
