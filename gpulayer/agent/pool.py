@@ -258,6 +258,7 @@ class Pool:
         if self.workers.pop(worker.id, None) is None:
             return
         worker.cause = cause
+        self.pause_output(worker, False)  # what it printed last is little, and its pipes must be read to their end
         if not worker.ready.done():
             error = WorkerStartError(f"a worker for {worker.label} ended while starting: {cause}", stderr=self.stderr(worker))
             worker.ready.set_exception(error)
