@@ -53,7 +53,7 @@ class Hooks:
         """Call `on_exception`. A hook that fails in it is logged: it must not hide why the run did."""
         try:
             self.call("on_exception", error)
-        except Exception:
+        except Exception:  # told in full here; raised, it would hide the error that ends the run
             log.exception("on_exception failed while the run ended with %s", type(error).__name__)
 
     def has(self, name: str) -> bool:
