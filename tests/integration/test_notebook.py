@@ -70,7 +70,8 @@ class Counter:
 """
     )
     assert notebook("p = gpulayer.get(move.remote(Point(1))); print(isinstance(p, Point), p.x)").count("True 2\n") == 1
-    shown = notebook("import time; gpulayer.get(move.remote(Point(3))); time.sleep(2)")  # what a cell shows cannot be seen from inside it
+    # what a cell shows cannot be seen from inside it, so it stays open for a moment
+    shown = notebook("import time; gpulayer.get(move.remote(Point(3))); time.sleep(2)")
     assert shown.startswith("(move pid=")  # in the cell that called, not in the one that connected
     assert shown.endswith("moving\n")
     assert "3\n" in notebook("print((await move.remote(Point(2))).x)")
